@@ -15,7 +15,7 @@ const option = (name) => (options.includes(name) ? options[options.indexOf(name)
 const pictures = option("--pictures");
 const types = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml" };
 
-// Colours are checked everywhere, structure in one combination, and what a narrow window shows and
+// Colors are checked everywhere, structure in one combination, and what a narrow window shows and
 // scrolls in another.
 const standard = { type: "tag", values: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"] };
 const shown = ["scrollable-region-focusable", "button-name", "link-name", "label", "aria-hidden-focus"];
@@ -48,7 +48,7 @@ const browser = await puppeteer.launch({
 });
 const problems = { count: 0, push: (text) => console.log(text, `(${(problems.count += 1)})`) };
 
-// Runs in the page. Contrast depends on colour, size and weight of a text and on the backgrounds
+// Runs in the page. Contrast depends on color, size and weight of a text and on the backgrounds
 // behind it: one element of each kind is checked, since axe-core takes milliseconds for each and a
 // page of the reference has thousands.
 function checkPage(structure) {
@@ -66,13 +66,13 @@ function checkPage(structure) {
     if (!kinds.has(kind)) element.setAttribute("data-look", "");
     kinds.add(kind);
   }
-  const colours = axe.run({ include: ["[data-look]"] }, {
+  const colors = axe.run({ include: ["[data-look]"] }, {
     runOnly: { type: "rule", values: ["color-contrast"] }, resultTypes: ["violations"],
   });
   const rules = { "color-contrast": { enabled: false } };
   const others = (before) => axe.run(document, { runOnly: structure, rules, resultTypes: ["violations"] })
     .then((after) => [...before.violations, ...after.violations]);
-  return colours.then((found) => (structure ? others(found) : found.violations));
+  return colors.then((found) => (structure ? others(found) : found.violations));
 }
 
 async function look(page, name, structure, at) {

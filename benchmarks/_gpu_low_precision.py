@@ -1,4 +1,4 @@
-"""One GPU: training in float8, and quantised decoders, each against its library by hand.
+"""One GPU: training in float8, and quantized decoders, each against its library by hand.
 
 python -m benchmarks.gpu float8 quantized
 """
@@ -97,7 +97,7 @@ def float8():
 
 
 def _bitsandbytes(net, record):
-    """As its users replace layers; it quantises when they move to the device."""
+    """As its users replace layers; it quantizes when they move to the device."""
     import bitsandbytes as bnb
 
     for name in [key for key, part in net.named_modules() if type(part) is torch.nn.Linear]:

@@ -1,4 +1,4 @@
-"""One GPU: steps, transformers in bf16, float8 and quantised, FSDP, the loader, saving, gathering.
+"""One GPU: steps, transformers in bf16, float8 and quantized, FSDP, the loader, saving, gathering.
 
 Prints tables, and writes their numbers to gpu.json in the current folder. Parts may be named, so
 that a run of limited length can continue where another ended. With FXTRAIN_GPU_TESTS_ON=cpu, tiny

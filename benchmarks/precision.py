@@ -31,7 +31,7 @@ PLANS = {
     "Torchao float8": fx.Plan(quantize=fx.Torchao(weights="float8")),
     "Torchao int4": fx.Plan(quantize=fx.Torchao(weights="int4", group=64)),
 }
-_THINGS = "a dog", "the old ship", "her violin", "a quantum computer", "the recipe", "my neighbour"
+_THINGS = "a dog", "the old ship", "her violin", "a quantum computer", "the recipe", "my neighbor"
 _ENDS = (
     "sleeps in the sun.",
     "was sold at an auction in Lisbon last year.",
@@ -141,7 +141,7 @@ def _autocast(dtype: torch.dtype) -> Callable[[nn.Module], Any]:
 
 
 def _bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """Replace layers as bitsandbytes' users do; the library quantises in `.to(device)`."""
+    """Replace layers as bitsandbytes' users do; the library quantizes in `.to(device)`."""
 
     def made(model: nn.Module) -> nn.Module:
         names = _targets(model)
@@ -157,7 +157,7 @@ def _bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Module
 
 
 def _targets(model: nn.Module) -> set[str]:
-    """The layers that fxtrain quantises, so that both have the same."""
+    """The layers that fxtrain quantizes, so that both have the same."""
     from fxtrain.precision.quantizing import planned_layers
 
     return set(planned_layers(model, fx.Torchao(), torch.device("cpu"), trains=False))

@@ -19,7 +19,7 @@ import torch
 
 import fxtrain as fx
 from benchmarks._common import interleaved, show
-from fxtrain.token_files.rows import pack
+from fxtrain.token_files.rows import pack_documents
 
 TOKENS, DOCUMENTS, LENGTH, ROWS = 10**9, 10**8, 2048, 8
 BLOCK = 10**7  # entries written at a time
@@ -51,9 +51,9 @@ def _plan_windows():
         borders = np.concatenate([[0], sizes.cumsum()])
         borders = np.append(borders[borders < total], total)
         times = interleaved(
-            {"pack": lambda b=borders, n=length: pack(b, n, last=False)}, rounds=9, each=1
+            {"pack": lambda b=borders, n=length: pack_documents(b, n, last=False)}, rounds=9, each=1
         )
-        needlessly = pack(borders, length, last=False).cut
+        needlessly = pack_documents(borders, length, last=False).cut
         documents = len(borders) - 1
         short = (np.diff(borders) <= length).sum()
         # A document is cut by concatenation where it is in two rows.

@@ -63,9 +63,9 @@ def main() -> None:
                 wanted = teacher(batch[0]).float().softmax(-1)
             return F.cross_entropy(model(batch[0]), wanted)
 
-        labelled = fx.StepFns(model=teacher, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+        labeled = fx.StepFns(model=teacher, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
         for plan, fns, name in (
-            (TEACHER, labelled, "teacher"),
+            (TEACHER, labeled, "teacher"),
             (STUDENT, fx.StepFns(model=student, loss=distil), "student"),
         ):
             loader = fx.shard(DataLoader(learn, batch_size=32, shuffle=True), ctx, plan)

@@ -4,7 +4,7 @@
     python examples/qlora.py --peft
     fxtrain launch --ranks 2 examples/qlora.py
 
-A network learns upright digits. Its weights are then quantised to NF4 and frozen, and adapters
+A network learns upright digits. Its weights are then quantized to NF4 and frozen, and adapters
 learn digits that lie on their side. A checkpoint holds the adapters, and digests of the base.
 Ends with one JSON line from rank 0.
 """
@@ -64,7 +64,7 @@ def train(model: fx.Wrapped, ctx: fx.DistContext, data: TensorDataset, epochs: i
 
 
 def adapted(net: nn.Sequential, *, peft: bool) -> nn.Module:
-    """The frozen network with an adapter around each quantised layer."""
+    """The frozen network with an adapter around each quantized layer."""
     if peft:
         from peft import LoraConfig, get_peft_model
 
@@ -72,7 +72,7 @@ def adapted(net: nn.Sequential, *, peft: bool) -> nn.Module:
         return get_peft_model(net, LoraConfig(r=8, target_modules=["0", "2"]))
     for number in (0, 2):
         layer = net[number]
-        assert isinstance(layer, nn.Linear)  # quantised ones are, too
+        assert isinstance(layer, nn.Linear)  # quantized ones are, too
         net[number] = LoRA(layer)
     return net
 

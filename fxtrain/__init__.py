@@ -7,7 +7,7 @@ answer without importing torch.
 import importlib
 from typing import Any
 
-from fxtrain._stubs import homes_of, load
+from fxtrain._stubs import homes_of, load_name
 from fxtrain._version import __version__ as __version__
 
 _HOMES = homes_of(__file__)  # "fxtrain" is the home of modules themselves
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fxtrain.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fxtrain' has no attribute {name!r}{_instead_of(name)}")
-    value = load(_HOMES[name], name)
+    value = load_name(_HOMES[name], name)
     globals()[name] = value  # found once; later look-ups cost nothing
     return value
 

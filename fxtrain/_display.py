@@ -87,17 +87,17 @@ def _changed_fields(record: Any) -> Iterator[tuple[str, str]]:
         elif attrs.has(type(value)) or isinstance(value, str | tuple):
             text = repr(value)
         else:
-            text = describe(value)
+            text = brief(value)
         yield field.alias, text
 
 
-def describe(value: object, depth: int = 0) -> str:
+def brief(value: object, depth: int = 0) -> str:
     """A value in a few words: dtypes and shapes in place of the contents of tensors.
 
     Example:
         >>> import torch
-        >>> from fxtrain._display import describe
-        >>> describe({"x": torch.zeros(8, 3), "name": "a", "more": [1, torch.tensor(True)]})
+        >>> from fxtrain._display import brief
+        >>> brief({"x": torch.zeros(8, 3), "name": "a", "more": [1, torch.tensor(True)]})
         "{x: float32[8, 3], name: 'a', more: [1, bool[]]}"
     """
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -113,7 +113,7 @@ def describe(value: object, depth: int = 0) -> str:
 
 
 def number(value: object) -> str:
-    """A number, or a tensor of one element, which is read; anything else as `describe` has it.
+    """A number, or a tensor of one element, which is read; anything else as `brief` has it.
 
     A tensor without values, on the meta device or in a dry run, is described.
 
@@ -126,7 +126,7 @@ def number(value: object) -> str:
     if getattr(value, "shape", None) == () and type(value).__module__ in ("torch", "numpy"):
         with contextlib.suppress(RuntimeError):  # no values, or a device that has failed
             value = getattr(value, "item")()  # noqa: B009
-    return f"{value:.4g}" if isinstance(value, float) else describe(value)
+    return f"{value:.4g}" if isinstance(value, float) else brief(value)
 
 
 def _container(value: Any, depth: int) -> str:
@@ -138,7 +138,7 @@ def _container(value: Any, depth: int) -> str:
     pairs = value.items() if isinstance(value, Mapping) else ((None, entry) for entry in value)
     shown = []
     for (key, entry), _ in zip(pairs, range(_MAX_ENTRIES), strict=False):
-        shown.append(f"{'' if key is None else f'{key}: '}{describe(entry, depth + 1)}")
+        shown.append(f"{'' if key is None else f'{key}: '}{brief(entry, depth + 1)}")
     more = len(value) - len(shown)
     return f"{left}{', '.join([*shown, *([f'{more} more'] if more else [])])}{right}"
 

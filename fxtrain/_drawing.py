@@ -9,11 +9,11 @@ from rich.text import Text
 from fxtrain._optional import optional
 from fxtrain.errors import escape_unprintable
 
-# The palette of Okabe and Ito, which colour-blind people can tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# The palette of Okabe and Ito, which color-blind people can tell apart.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
-def plain(text: str) -> Text:
+def plain_text(text: str) -> Text:
     """Text that may come from a file, without markup or control characters."""
     return Text(escape_unprintable(text))
 
@@ -23,8 +23,8 @@ def make_table(
 ) -> Table:
     """A table of text. A column whose name starts with > is numeric."""
     table = Table(
-        title=plain(title) if title else None,
-        caption=plain(caption) if caption else None,
+        title=plain_text(title) if title else None,
+        caption=plain_text(caption) if caption else None,
         title_justify="left",
         caption_justify="left",
         box=None,
@@ -32,10 +32,10 @@ def make_table(
     )
     for column in columns:
         is_number = column.startswith(">")
-        name = plain(column.removeprefix(">"))
+        name = plain_text(column.removeprefix(">"))
         table.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(plain, row))
+        table.add_row(*map(plain_text, row))
     return table
 
 

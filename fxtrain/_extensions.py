@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from fxtrain._other_names import answers_of
-from fxtrain._stubs import homes_of, load
+from fxtrain._stubs import homes_of, load_name
 
 _HOMES = homes_of(__file__)
 
@@ -16,7 +16,7 @@ _HOMES = homes_of(__file__)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = load(_HOMES[name], name)
+    value = load_name(_HOMES[name], name)
     globals()[name] = value  # found once; later look-ups cost nothing
     return value
 

@@ -41,7 +41,7 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
 
     def validate(_: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
         try:
-            check(field, value)
+            check_field(field, value)
         except ValueError as problem:
             told = shown(value) if field.repr else "..."
             raise error(f"{owner}({field.name}={told}): {problem}") from None
@@ -82,7 +82,7 @@ def _with_hints(cls: Any) -> Callable[..., None]:
     return checked
 
 
-def check(field: "attrs.Attribute[Any]", value: Any) -> None:
+def check_field(field: "attrs.Attribute[Any]", value: Any) -> None:
     """Refuse a value that does not fit a field, with a ValueError that says what to choose instead.
 
     Needs no instance, so it also checks files.

@@ -34,13 +34,13 @@ def key_proof(key: bytes) -> str:
     return _digest(key, b"hello").hex() if key else ""
 
 
-def signature(data: memoryview, key: bytes) -> bytes:
+def sign(data: memoryview, key: bytes) -> bytes:
     """`TAG_BYTES` that only holders of the key can compute; zeros without a key.
 
     Example:
-        >>> from fxtrain._secret import derive_key, signature
+        >>> from fxtrain._secret import derive_key, sign
         >>> mine, other = map(derive_key, ("16 and more characters", "another long secret"))
-        >>> signature(memoryview(b"data"), mine) == signature(memoryview(b"data"), other)
+        >>> sign(memoryview(b"data"), mine) == sign(memoryview(b"data"), other)
         False
     """
     return _digest(key, data) if key else bytes(TAG_BYTES)

@@ -15,6 +15,6 @@ def homes_of(module_file: str) -> dict[str, str]:
     return {row[3]: row[1] for row in rows}
 
 
-def load(home: str, name: str) -> Any:
+def load_name(home: str, name: str) -> Any:
     """What `from home import name` gives: a value of a module, or a module of a package."""
     return getattr(__import__(home, fromlist=[name]), name)

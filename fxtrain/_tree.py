@@ -2,7 +2,7 @@
 
 torch's own pytree does not know attrs records, unregistered dataclasses or mappings outside the
 standard library, and registering them would change the process for all other code. Types that are
-registered with `torch.utils._pytree` keep their registered behaviour.
+registered with `torch.utils._pytree` keep their registered behavior.
 """
 
 import copy

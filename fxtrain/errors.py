@@ -24,7 +24,7 @@ def escape_unprintable(text: str) -> str:
     """Text that is safe to print: characters that a terminal interprets are escaped, as in `repr`.
 
     Files contain names and values that end up in messages. An escape sequence in one of them could
-    recolour or rewrite the terminal, a change of direction could reorder a line, and half a
+    recolor or rewrite the terminal, a change of direction could reorder a line, and half a
     surrogate pair cannot be printed at all. Line breaks and tabs are kept.
     """
     if text.isprintable():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxtrain import ops
 from fxtrain._record import record, shown
 from fxtrain.backends.core.device_mesh import separate_meshes
-from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
+from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
 from fxtrain.data import Sharded
 from fxtrain.errors import CollectiveError, PlanError, StepError
 from fxtrain.loop.evaluating import Mean
@@ -468,7 +468,7 @@ def kept_state(ctx: DistContext, model: Wrapped) -> Iterator[None]:
     state = model.strategy.state(model)
     parts = {name: local_part_of(tensor).clone() for name, tensor in state.tensors.items()}
     own = {name: tensor.detach().clone() for name, tensor in state.own.items()}
-    shapes = {name: format_of(tensor) for name, tensor in state.tensors.items()}
+    shapes = {name: shape_and_dtype(tensor) for name, tensor in state.tensors.items()}
     saved = memory_reader(ctx, shapes, parts, own, copy.deepcopy(state.values))
     with ops.fork_rng(ctx):
         try:

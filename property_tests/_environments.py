@@ -83,7 +83,7 @@ def slurm_env(t, nodes):
 
 
 def short_form(sizes):
-    """SLURM's way to write equal neighbours: 2(x3),1."""
+    """SLURM's way to write equal neighbors: 2(x3),1."""
     runs = []
     for size in sizes:
         if runs and runs[-1][0] == size:

@@ -168,9 +168,9 @@ JOBS = st.fixed_dictionaries(
 def _packages():
     """Checks look whether an engine is installed before they look at a plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "load", lambda *_, **__: None)
+        patch.setattr(setup, "import_deepspeed", lambda *_, **__: None)
         patch.setattr(setup, "device_problems", lambda *_: ())
-        patch.setattr(xla_runtime, "load", lambda *_, **__: None)
+        patch.setattr(xla_runtime, "import_xla", lambda *_, **__: None)
         yield
 
 

@@ -215,7 +215,7 @@ def _changed(draw, header, body):
 
 @pytest.mark.parametrize("name", slow_after(2, RECORDS))
 @given(data=st.data())
-def test_a_damaged_quantised_file_is_loaded_or_refused(folder, files, name, data):
+def test_a_damaged_quantized_file_is_loaded_or_refused(folder, files, name, data):
     header, body, changed = data.draw(_changed(*files[name]))
     path = folder / f"{name}.safetensors"
     text = json.dumps(header).encode()

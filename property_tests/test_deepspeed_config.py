@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.backends.deepspeed.config import resolve
+from fxtrain.backends.deepspeed.config import resolve_deepspeed
 
 COUNTS = st.integers(1, 64)
 PLANS = st.builds(
@@ -67,7 +67,7 @@ def _file(autos, others):
 def test_an_auto_is_as_good_as_nothing_and_all_else_stays(plan, facts, autos, others):
     file = _file(autos, others)
     before = copy.deepcopy(file)
-    got = resolve(plan, file, **facts)
+    got = resolve_deepspeed(plan, file, **facts)
     assert file == before
     assert "auto" not in json.dumps(got)
     for name, value in others.items():
@@ -85,27 +85,27 @@ def test_an_auto_is_as_good_as_nothing_and_all_else_stays(plan, facts, autos, ot
 
 @given(plan=PLANS, facts=FACTS, autos=AUTOS, others=OTHERS)
 def test_a_resolved_config_resolves_to_itself(plan, facts, autos, others):
-    got = resolve(plan, _file(autos, others), **facts)
-    assert resolve(plan, got, **facts) == got
+    got = resolve_deepspeed(plan, _file(autos, others), **facts)
+    assert resolve_deepspeed(plan, got, **facts) == got
 
 
 @given(plan=PLANS, facts=FACTS, wrong=COUNTS)
 def test_a_default_is_that_of_the_file(plan, facts, wrong):
-    file = resolve(plan, {}, **facts)
+    file = resolve_deepspeed(plan, {}, **facts)
     file["gradient_accumulation_steps"] = wrong
     file["train_batch_size"] = file["train_micro_batch_size_per_gpu"] * wrong * facts["ranks"]
-    found = resolve(fx.Plan(strategy=plan.strategy), file, **facts)
-    assert found == resolve(attrs.evolve(plan, accumulate=wrong), file, **facts) == file
+    found = resolve_deepspeed(fx.Plan(strategy=plan.strategy), file, **facts)
+    assert found == resolve_deepspeed(attrs.evolve(plan, accumulate=wrong), file, **facts) == file
 
 
 @given(plan=PLANS, facts=FACTS, wrong=COUNTS)
 def test_what_differs_is_named_and_nothing_else(plan, facts, wrong):
     plan = attrs.evolve(plan, accumulate=plan.accumulate + 1)  # not the default
-    got = resolve(plan, {}, **facts)
+    got = resolve_deepspeed(plan, {}, **facts)
     changed = copy.deepcopy(got)
     changed["gradient_accumulation_steps"] = plan.accumulate + wrong
     with pytest.raises(fx.PlanError) as found:
-        resolve(plan, changed, **facts)
+        resolve_deepspeed(plan, changed, **facts)
     lines = [line for line in str(found.value).splitlines() if line.startswith("  ")]
     assert len(lines) == 1 and "gradient_accumulation_steps" in lines[0]
     assert f"has {plan.accumulate}, the config has {plan.accumulate + wrong}" in lines[0]

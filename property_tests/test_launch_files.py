@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.cli.config import Machine, interview
+from fxtrain.cli.config import MachineFacts, interview
 from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, RULES, convert_accelerate
 from fxtrain.launchers.config import LaunchConfig, launch_config, render
 from fxtrain.state.parsing import parse_text
@@ -125,7 +125,7 @@ def test_any_accelerate_config_is_a_launch_file_or_an_error(data, kind):
 
 
 MACHINES = st.builds(
-    Machine,
+    MachineFacts,
     cores=st.integers(1, 64),
     count=st.integers(0, 8),
     bf16=st.booleans(),

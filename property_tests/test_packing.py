@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.data.order import permutation_in_blocks
-from fxtrain.token_files.rows import pack
+from fxtrain.token_files.rows import pack_documents
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 @given(sizes=SIZES, length=st.integers(1, 20), last=st.booleans(), start=st.integers(0, 5))
 def test_a_window_is_packed_into_the_rows_that_its_tokens_need(sizes, length, last, start):
     borders = np.concatenate([[0], np.cumsum(sizes)]) + start
-    bounds, begins, piece_sizes, lasts, cut = pack(borders, length, last=last)
+    bounds, begins, piece_sizes, lasts, cut = pack_documents(borders, length, last=last)
     rows, total = len(bounds) - 1, sum(sizes)
     assert rows == -(-total // length) and bounds[-1] == len(begins)
     filled = np.add.reduceat(piece_sizes, bounds[:-1])
@@ -58,7 +58,7 @@ def test_a_window_is_packed_into_the_rows_that_its_tokens_need(sizes, length, la
 def test_a_document_is_cut_only_where_no_row_has_room(sizes, length):
     """Without windows or long documents, what is cut is longer than any room that was left."""
     borders = np.concatenate([[0], np.cumsum(sizes)])
-    bounds, begins, _, _, cut = pack(borders, length, last=True)
+    bounds, begins, _, _, cut = pack_documents(borders, length, last=True)
     if cut == 0:
         assert set(begins.tolist()) == set(borders[:-1].tolist())
     else:  # then rows are full, or the padding is less than what one more row would hold

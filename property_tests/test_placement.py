@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain import big
 from fxtrain.state import Unit
-from fxtrain.state.placement import owner_of
+from fxtrain.state.placement import unit_of
 
 POLICIES = st.sampled_from(["auto", "balanced", "balanced_low_0", "sequential"])
 
@@ -85,13 +85,13 @@ def test_every_tensor_is_placed_once_within_the_budget_and_ties_together(sizes, 
     units = {unit.name: unit for unit in placement.units}
     held = dict.fromkeys(units, 0)
     for tensor, size in sizes.tensors.items():
-        held[owner_of(units, tensor).name] += size  # raises where there is none
+        held[unit_of(units, tensor).name] += size  # raises where there is none
     assert held == {unit.name: unit.bytes for unit in placement.units}
     for device in placement.devices:
         assert device in rooms or device == "disk"
         assert placement.bytes_on(device) <= rooms.get(device, float("inf"))
     for group in sizes.tied:
-        assert len({owner_of(units, tensor).device for tensor in group}) == 1
+        assert len({unit_of(units, tensor).device for tensor in group}) == 1
     reads = {unit.name: unit.reads for unit in sizes.units}
     for unit in placement.streamed:
         assert (1 + placement.prefetch) * reads[unit.name] <= placement.room
@@ -169,7 +169,7 @@ def test_a_mapping_places_by_the_longest_name(sizes, data, buffers):
         return
     units = {unit.name: unit for unit in placement.units}
     for tensor in sizes.tensors:
-        assert owner_of(units, tensor).device == owner_of(wanted, tensor).device
+        assert unit_of(units, tensor).device == unit_of(wanted, tensor).device
     assert sum(unit.bytes for unit in placement.units) == sizes.bytes
 
 

@@ -1,4 +1,4 @@
-"""Laws of quantised weights: files keep every byte, and skipped layers stay as they are."""
+"""Laws of quantized weights: files keep every byte, and skipped layers stay as they are."""
 
 import copy
 import itertools
@@ -62,7 +62,7 @@ def nets(draw, unit):
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), record=records(), max_shard=st.sampled_from(["1KB", "5GB"]))
-def test_quantise_save_load_is_the_identity_on_bytes(data, record, max_shard, tmp_path_factory):
+def test_quantize_save_load_is_the_identity_on_bytes(data, record, max_shard, tmp_path_factory):
     net = data.draw(nets(_unit(record)))
     before = {name: part.weight for name, part in net.named_children()}
     sizes = [(part.in_features, part.out_features) for part in net]

@@ -128,7 +128,7 @@ def test_what_belongs_elsewhere_is_told_with_its_place(words, says, capsys):
     assert says in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_misspelt_command_is_told_with_the_closest(capsys):
+def test_a_misspelled_command_is_told_with_the_closest(capsys):
     assert main(["lanuch", "train.py"]) == Exit.WRONG
     assert "launch" in capsys.readouterr().err
 

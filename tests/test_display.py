@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import checkpoint, interop, meters, state
-from fxtrain._display import describe
+from fxtrain._display import brief
 
 MODULES = (fx, fx.ops, state, checkpoint, interop, meters)
 RECORDS = sorted(
@@ -163,5 +163,5 @@ def test_no_record_prints_the_contents_of_tensors(record):
     )
 )
 def test_any_tree_has_a_description_of_bounded_length(tree):
-    assert len(describe(tree)) < 6**3 * 100
-    assert describe({"x": torch.zeros(1000)}) == "{x: float32[1000]}"
+    assert len(brief(tree)) < 6**3 * 100
+    assert brief({"x": torch.zeros(1000)}) == "{x: float32[1000]}"

@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from fxtrain import _extensions
-from fxtrain._stubs import load
+from fxtrain._stubs import load_name
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "fxtrain").rglob("*.py"))
@@ -178,8 +178,8 @@ MUTABLE = {
     "fxtrain.loop.fitting._Reader": "what a loop over reports tells their run",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.trackers.run.Run": "the last step of a run, and whether it is closed",
-    "fxtrain.trackers.terminal.Lines": "the last line that was written",
-    "fxtrain.trackers.writer.Opened": "what it has already, what it has lost, whether it hangs",
+    "fxtrain.trackers.terminal.TerminalLines": "the last line that was written",
+    "fxtrain.trackers.writer.OpenedTracker": "what it has, what it has lost, whether it hangs",
     "fxtrain.curves.reading.Curve": "the values of a metric that were read",
     "fxtrain.curves.reading.RunCurves": "what the lines that were read contain",
     "fxtrain.curves.reading.RunReader": "how far a file was read",
@@ -303,7 +303,7 @@ def test_every_extension_is_there_and_called_by_the_core():
     rows = re.findall(r"^from ([\w.]+) import (\w+) as (\w+)$", _EXTENSIONS, re.MULTILINE)
     assert rows == sorted(rows) and all(name == other for _, name, other in rows)
     for home, name, _ in rows:
-        assert getattr(_extensions, name) is load(home, name)
+        assert getattr(_extensions, name) is load_name(home, name)
     texts = "\n".join(path.read_text() for path in SOURCES if "_extensions" in path.read_text())
     used = {*re.findall(r"_extensions\.(\w+)", texts), *re.findall(r"^    +(\w+),$", texts, re.M)}
     used |= {

@@ -122,9 +122,9 @@ def _page():
     before, _, rest = PAGE.read_text().partition(BEGIN)
     with pytest.MonkeyPatch.context() as patch:
         # Checks look whether an engine is installed before they look at a plan.
-        patch.setattr(setup, "load", lambda *_, **__: None)
+        patch.setattr(setup, "import_deepspeed", lambda *_, **__: None)
         patch.setattr(setup, "device_problems", lambda *_: ())
-        patch.setattr(xla_runtime, "load", lambda *_, **__: None)
+        patch.setattr(xla_runtime, "import_xla", lambda *_, **__: None)
         return f"{before}{BEGIN}\n{_table()}\n{END}{rest.partition(END)[2]}"
 
 

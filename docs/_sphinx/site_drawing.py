@@ -1,4 +1,4 @@
-"""Shapes of a picture as SVG, which takes its colours from the page: dark and light.
+"""Shapes of a picture as SVG, which takes its colors from the page: dark and light.
 
 Needs no Sphinx.
 """
@@ -55,7 +55,7 @@ def svg_of(drawing: Drawing, description: str, name: str) -> str:
 def box(
     x: float, y: float, width: float, height: float, text: str | Sequence[str] = "", kind: int = 0
 ) -> str:
-    """A rectangle with lines of text in its middle. Kinds 1 to 6 have colours of their own."""
+    """A rectangle with lines of text in its middle. Kinds 1 to 6 have colors of their own."""
     lines = [text] if isinstance(text, str) else list(text)
     middle = y + height / 2 - 8 * (len(lines) - 1) + 4.5
     texts = [

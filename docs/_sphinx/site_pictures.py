@@ -180,8 +180,8 @@ def _pipeline() -> Drawing:
         for stage, starts in enumerate(start_times(stage_orders(schedule, 4, 8))):
             shapes.append(label(10, y + 15, f"stage {stage}", small=True))
             for at, (kind, number) in starts.items():
-                width, colour = (20, 1) if kind == "F" else (40, 2)
-                shapes.append(box(64 + 20 * at, y, width - 2, 20, str(number), colour))
+                width, color = (20, 1) if kind == "F" else (40, 2)
+                shapes.append(box(64 + 20 * at, y, width - 2, 20, str(number), color))
                 end = max(end, 64 + 20 * at + width)
             y += 24
         y += 18

@@ -22,7 +22,7 @@ SHUFFLE = not OPTIONS.in_order
 
 
 def sentences() -> Any:
-    """128 rows of 12 tokens, labelled by which of the first two is larger."""
+    """128 rows of 12 tokens, labeled by which of the first two is larger."""
     tokens = torch.randint(0, 64, (128, 12), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": (row[0] > row[1]).long()} for row in tokens]
 

@@ -1,9 +1,9 @@
-"""torchao: train with 8-bit optimizer states, then quantise the weights to int8.
+"""torchao: train with 8-bit optimizer states, then quantize the weights to int8.
 
     fxtrain launch --ranks 2 examples/recipes/torchao_int8.py
 
-To train adapters on quantised weights, see examples/qlora.py and `fx.Torchao`. Ends with one JSON
-line: the accuracy after training and after quantisation, and bytes per parameter of Adam's states.
+To train adapters on quantized weights, see examples/qlora.py and `fx.Torchao`. Ends with one JSON
+line: the accuracy after training and after quantization, and bytes per parameter of Adam's states.
 """
 
 import json
@@ -43,8 +43,8 @@ def main(ctx: fx.DistContext) -> dict[str, float]:
     with torch.no_grad():
         trained = (net(x).argmax(1) == y).float().mean().item()
         quantize_(net, Int8WeightOnlyConfig())
-        quantised = (net(x).argmax(1) == y).float().mean().item()
-    return {"trained": trained, "quantised": quantised, "state_bytes": held / weight.numel()}
+        quantized = (net(x).argmax(1) == y).float().mean().item()
+    return {"trained": trained, "quantized": quantized, "state_bytes": held / weight.numel()}
 
 
 if __name__ == "__main__":

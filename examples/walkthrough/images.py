@@ -3,7 +3,7 @@
     python examples/walkthrough/images.py
     fxtrain launch --ranks 2 examples/walkthrough/images.py
 
-From which of two photographs, which scikit-learn ships, is a grey crop of 16 × 16 pixels? Every
+From which of two photographs, which scikit-learn ships, is a gray crop of 16 × 16 pixels? Every
 fourth crop is held out. The learning rate follows one cycle, and gradients of two micro-batches
 make an update. Ends with one JSON line: the accuracy of each on held-out crops, and how far the
 parameters of the other two are from those of the raw loop. These are in double precision: momentum
@@ -33,8 +33,8 @@ def data() -> tuple[Batches, Batches]:
     images: list[Tensor] = []
     labels: list[Tensor] = []
     for label, photograph in enumerate(load_sample_images().images):
-        grey = torch.tensor(photograph).double().mean(-1)[:416]
-        tiles = grey.unfold(0, SIZE, SIZE).unfold(1, SIZE, SIZE).reshape(-1, 1, SIZE, SIZE)
+        gray = torch.tensor(photograph).double().mean(-1)[:416]
+        tiles = gray.unfold(0, SIZE, SIZE).unfold(1, SIZE, SIZE).reshape(-1, 1, SIZE, SIZE)
         images.append((tiles - tiles.mean((2, 3), keepdim=True)) / 64)
         labels.append(torch.full((len(tiles),), label))
     order = torch.randperm(sum(map(len, labels)), generator=torch.Generator().manual_seed(0))

@@ -41,7 +41,7 @@ def encoder() -> str:
 
 
 def pairs() -> list[tuple[str, str, float]]:
-    """Neighbouring sentences of each topic, and one of them with a sentence of the next topic."""
+    """Neighboring sentences of each topic, and one of them with a sentence of the next topic."""
     found: list[tuple[str, str]] = []
     for text in topics.values():
         split = re.split(r"(?<=\.) +(?=[A-Z])", " ".join(text.split()))

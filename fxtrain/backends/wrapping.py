@@ -142,8 +142,8 @@ def wrap(
             one function changed; by default the entry of the config `plan.strategy`.
 
     Effects:
-        Moves the module to the context's device in place, and quantises its frozen linear layers
-        if the plan says so; unwrapping leaves those quantised. With an optimizer and mixed
+        Moves the module to the context's device in place, and quantizes its frozen linear layers
+        if the plan says so; unwrapping leaves those quantized. With an optimizer and mixed
         precision, trained parameters in half precision become fp32, until they are unwrapped
         (`Precision.params`). Compares plan and model between the ranks, in one exchange of packets,
         and the options of optimizers and schedulers, in another; a third one asks whether a model
@@ -423,8 +423,8 @@ def _recipe_problems(
         )
     if plan.quantize is not None or _extensions.is_quantized(module):
         problems.append(
-            "Plan(precision='fp8'): quantised weights compute in their own format. Use "
-            "precision='bf16', or the unquantised model."
+            "Plan(precision='fp8'): quantized weights compute in their own format. Use "
+            "precision='bf16', or the unquantized model."
         )
     if getattr(recipe, "gather", "plan") == "fp8" and type(plan.strategy) is not FSDP:
         problems.append("Float8(gather='fp8'): only FSDP gathers weights. Use gather='plan'.")
@@ -463,7 +463,7 @@ def _convert_as_planned(module: nn.Module, ctx: DistContext, plan: Plan) -> None
 def _quantized_problems(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> list[str]:
-    """What does not fit of a plan and a model with quantised or frozen weights."""
+    """What does not fit of a plan and a model with quantized or frozen weights."""
     problems: list[str] = []
     if plan.frozen == "digests" and not (strategy.full_parameters or strategy.splits_quantized):
         problems.append(
@@ -475,18 +475,18 @@ def _quantized_problems(
     _extensions.quantized_tensors(module)  # raises for weights that bitsandbytes packed
     split = strategy.splits_quantized and ctx.world_size > 1
     if split and (problem := _extensions.sharding_problem(module, plan.quantize)) is not None:
-        problems.append(f"Quantised weights under {strategy.name}: {problem}.")
+        problems.append(f"Quantized weights under {strategy.name}: {problem}.")
     if not (strategy.splits_quantized or strategy.full_parameters) or (
         split and ctx.mesh.tensor > 1
     ):
         problems.append(
-            f"{strategy.name} cannot split quantised weights here. Use DDP(), with a replica of "
+            f"{strategy.name} cannot split quantized weights here. Use DDP(), with a replica of "
             f"them on each rank, Single(), or FSDP() without a tensor axis."
         )
     if plan.local is not None:
         problems.append(
             "Replicas that train independently (Plan.local) average every parameter, which "
-            "quantised ones do not allow. Leave local out."
+            "quantized ones do not allow. Leave local out."
         )
     return problems
 
@@ -495,14 +495,14 @@ def _quantized_problems(
 def _quantized_as_planned(
     module: nn.Module, ctx: DistContext, plan: Plan, *, trains: bool
 ) -> Iterator[None]:
-    """Around wrapping: quantise what the plan says, and undo that if wrapping fails.
+    """Around wrapping: quantize what the plan says, and undo that if wrapping fails.
 
-    A streamed model gets quantised layers without memory: those of the plan, if its weights are
+    A streamed model gets quantized layers without memory: those of the plan, if its weights are
     on the meta device, and those of its files.
 
     Raises:
         PlanError: as `quantize_layers`, on every rank.
-        CheckpointError: the quantised layers of the files do not fit the model, on every rank.
+        CheckpointError: the quantized layers of the files do not fit the model, on every rank.
     """
     config = plan.strategy
     if plan.quantize is None and not isinstance(config, Offload):

@@ -8,7 +8,7 @@ import torch
 from fxtrain._display import read_bytes
 from fxtrain._host_memory import available_memory
 from fxtrain.errors import PlanError
-from fxtrain.state.placement import DISK, check_limit, share_of
+from fxtrain.state.placement import DISK, as_share, check_limit
 
 K = TypeVar("K", bound="int | str | torch.device")
 
@@ -86,7 +86,7 @@ def _resolved(device: str, limit: Any) -> int:
         check_limit(limit)
     except ValueError as problem:
         raise PlanError(f"budget: memory[{device!r}]={limit!r}: {problem}") from None
-    share = share_of(limit)
+    share = as_share(limit)
     if share is None:
         return read_bytes(limit, f"memory[{device!r}]") or 0 if limit else 0
     if device == DISK:

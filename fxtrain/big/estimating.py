@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fxtrain._display import show_bytes
-from fxtrain._drawing import make_table, plain
+from fxtrain._drawing import make_table, plain_text
 from fxtrain.state import Placement, Unit
 
 _DISK_SPEED, _BUS_SPEED = 2e9, 25e9  # bytes per second, of a usual machine
@@ -157,14 +157,14 @@ def _devices(placement: Placement, budget: Mapping[str, int] | None) -> Renderab
 def _reading(placement: Placement, disk_speed: float | None) -> Text:
     reading = estimate(placement, disk_speed)
     if not placement.streamed:
-        return plain("Nothing streams: every unit computes where it is held.")
+        return plain_text("Nothing streams: every unit computes where it is held.")
     tiers = [
         f"{show_bytes(size)} from {name}"
         for name, size in (("disk", reading.disk_bytes), ("the CPU", reading.cpu_bytes))
         if size
     ]
     speeds = f"{(disk_speed or _DISK_SPEED) / 1e9:.2g} GB/s from disk"
-    return plain(
+    return plain_text(
         f"A forward reads {' and '.join(tiers) or 'nothing'}: at least {reading.least_s:.3g} s per "
         f"token at batch 1, at {speeds} and {_BUS_SPEED / 1e9:.3g} GB/s over the bus."
     )

@@ -81,8 +81,8 @@ def sizes(
             that a model of transformers keeps in fp32 stay so.
         dtypes: Exceptions by patterns of names, as `{"*norm*": "float32"}`; the first match
             counts.
-        quantize: Measure linear layers as this record quantises them: `fx.Bnb4()`. Those that
-            are quantised already, in the module or in the files, are measured so in any case.
+        quantize: Measure linear layers as this record quantizes them: `fx.Bnb4()`. Those that
+            are quantized already, in the module or in the files, are measured so in any case.
 
     Effects:
         Reads headers of files. For configs and functions, imports and runs that code.
@@ -137,10 +137,10 @@ class TensorSize(NamedTuple):
     Attributes:
         name: Dotted name in the model.
         key: Identifies the tensor.
-        numel: Number of elements; of a quantised weight, those that it stands for, counted in the
+        numel: Number of elements; of a quantized weight, those that it stands for, counted in the
             first of its tensors.
         nbytes: Bytes as held.
-        dtype: None for the tensors of a quantised weight.
+        dtype: None for the tensors of a quantized weight.
         trained: Whether it requires a gradient.
         buffer: Whether it is a buffer.
         unit: Name of its unit.
@@ -281,7 +281,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def tensors_of(
     module: nn.Module, kinds: Collection[str] = (), stored: Mapping[str, FileTensor] | None = None
 ) -> Iterator[TensorSize]:
-    """Every name of every parameter and buffer of a module, and of its quantised weights.
+    """Every name of every parameter and buffer of a module, and of its quantized weights.
 
     Args:
         kinds: Classes of modules that are one unit.

@@ -72,7 +72,7 @@ def read_weights(source: str, plan: Plan | None = None) -> Weights:
             device as torch's default; or a timm model name.
         plan: List the tensors as this plan holds them. The source then has to be a config, a
             function or a name: files without code do not tell which tensors belong to linear
-            layers. Quantised weights neither train nor change their format.
+            layers. Quantized weights neither train nor change their format.
 
     Effects:
         Reads file headers, or imports and runs code on the meta device, and imports the library of
@@ -111,7 +111,7 @@ def read_weights(source: str, plan: Plan | None = None) -> Weights:
     )
 
 
-def estimate(weights: Weights) -> dict[str, Any]:
+def measure_weights(weights: Weights) -> dict[str, Any]:
     """Elements and bytes of a model, in total and of its largest layer.
 
     A layer is an item of a numbered sequence, such as `model.layers.7`, or otherwise the module

@@ -14,7 +14,7 @@ from fxtrain.big.estimating import seconds_of
 from fxtrain.big.measuring import Sizes, layer_of
 from fxtrain.errors import PlanError
 from fxtrain.state import Placement, Unit
-from fxtrain.state.placement import DISK, POLICIES, names_above, owner_of
+from fxtrain.state.placement import DISK, POLICIES, names_above, unit_of
 
 Policy = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 _Group = list[Unit]  # units that share a tensor, so that one device holds all of them
@@ -181,7 +181,7 @@ def _tied_groups(units: Sequence[Unit], tied: Iterable[tuple[str, ...]]) -> list
     index = {unit.name: unit for unit in units}
     group_of = {unit.name: [unit] for unit in units}
     for tensors in tied:
-        first, *others = dict.fromkeys(owner_of(index, tensor).name for tensor in tensors)
+        first, *others = dict.fromkeys(unit_of(index, tensor).name for tensor in tensors)
         joined = group_of[first]
         for other in others:
             if group_of[other] is not joined:
@@ -384,7 +384,7 @@ def _cut_units(sizes: Sizes, names: Mapping[str, object]) -> Sequence[Unit]:
     inside: dict[str, list[str]] = {}
     owners = {name: name for name in (*index, *finer)}
     for tensor in sizes.tensors:
-        inside.setdefault(owner_of(owners, tensor), []).append(tensor)
+        inside.setdefault(unit_of(owners, tensor), []).append(tensor)
     first = {name: group[0] for group in sizes.tied for name in group}
     return [
         Unit(
@@ -416,7 +416,7 @@ def _devices_of_mapping(
             f"{', '.join(map(repr, uncovered[:5]))}"
             f"{', ...' if len(uncovered) > 5 else ''}. Name them, or add '' for all others."
         )
-    return {unit.name: owner_of(devices, unit.name) for unit in units}
+    return {unit.name: unit_of(devices, unit.name) for unit in units}
 
 
 def _check_tied(groups: list[_Group], devices: Mapping[str, str]) -> None:

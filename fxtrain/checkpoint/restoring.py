@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._display import describe
+from fxtrain._display import brief
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
@@ -56,7 +56,7 @@ class Restored:
 
     path: str
     position: Position
-    extra: Any = attrs.field(repr=describe)
+    extra: Any = attrs.field(repr=brief)
     world_size: int
     _plans: Mapping[str, Any] = attrs.field(alias="plans", repr=False)
 

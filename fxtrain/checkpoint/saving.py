@@ -44,9 +44,9 @@ from fxtrain.checkpoint.write_plan import (
     chunks_to_write,
     offers_of,
     shared_aliases,
-    stored_tensors,
     writable_chunks,
-    write_file,
+    write_chunks,
+    written_tensors,
 )
 from fxtrain.errors import CheckpointError, CollectiveError
 from fxtrain.ops.same_errors import gather_with_errors
@@ -314,7 +314,7 @@ class _Job:
         try:
             try:
                 draft = self.folder.begin(self.name, self.token)
-                mine = write_file(draft, ctx.rank, self.chunks)
+                mine = write_chunks(draft, ctx.rank, self.chunks)
             except Exception as error:  # as above
                 problem = problem or error
             with _as_checkpoint_error(self.path):
@@ -372,8 +372,8 @@ class _Job:
         return Manifest(
             versions={"fxtrain": __version__, "torch": torch.__version__},
             topology={**sizes, "order": order, "saver": this_process()},
-            tensors=stored_tensors(written, own=False),
-            own=tuple([stored_tensors([of_rank], own=True) for of_rank in written]),
+            tensors=written_tensors(written, own=False),
+            own=tuple([written_tensors([of_rank], own=True) for of_rank in written]),
             files={name: file for files, _ in written for name, file in files.items()},
             **self.fields,
         )

@@ -206,7 +206,7 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
 Written = tuple[dict[str, DataFile], list[tuple[bool, str, str, tuple[int, ...], StoredBox]]]
 
 
-def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Written:
+def write_chunks(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Written:
     """Write the chunks into this rank's file, durably.
 
     Copies at most one chunk to host memory at a time.
@@ -239,7 +239,7 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
     return {name: file}, rows
 
 
-def stored_tensors(written: Sequence[Written], *, own: bool) -> dict[str, StoredTensor]:
+def written_tensors(written: Sequence[Written], *, own: bool) -> dict[str, StoredTensor]:
     """The tensors that ranks wrote: those that all share, or those that belong to one."""
     parts: dict[tuple[str, str, tuple[int, ...]], list[StoredBox]] = {}
     for _, rows in written:

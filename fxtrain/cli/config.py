@@ -24,8 +24,8 @@ from fxtrain.cli.output import (
     as_json,
     json_asked,
     print_table,
+    print_text,
     report,
-    say,
     warn,
 )
 from fxtrain.errors import PlanError
@@ -86,28 +86,28 @@ def default(path: str, precision: str, force: bool) -> None:  # noqa: FBT001
     _write_new(path, values, notes=_head(machine))
 
 
-@CONFIG.command()
+@CONFIG.command("show")
 @_file
 @click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.ranks=4")
 @click.option("--said", is_flag=True, help="only values that are set, without defaults")
 @as_json
-def show(file: str, words: tuple[str, ...], said: bool) -> None:  # noqa: FBT001
+def show_values(file: str, words: tuple[str, ...], said: bool) -> None:  # noqa: FBT001
     """Show all values, as the launch file, variables and flags set them."""
     config = resolve(file=file, env=os.environ, flags=from_flags(words))
     values = config.by_path(set_only=said)
     rows = [[path, _shown(value)] for path, value in values.items()]
 
     def display() -> None:
-        say(f"launch file: {config.file or 'none (all defaults)'}\n")
+        print_text(f"launch file: {config.file or 'none (all defaults)'}\n")
         print_table(["value", "is"], rows)
 
     report({"file": config.file, "values": values}, display)
 
 
-@CONFIG.command()
+@CONFIG.command("check")
 @click.argument("path", default="", type=_path)
 @as_json
-def check(path: str) -> int:
+def check_file(path: str) -> int:
     """Check that a launch file starts, and that its plan would be accepted.
 
     Checks its values, what `launch --dry` would refuse on this machine, and what `fx.wrap` would
@@ -127,9 +127,9 @@ def check(path: str) -> int:
     return Exit.FOUND if problems else Exit.WELL
 
 
-@CONFIG.command()
+@CONFIG.command("update")
 @click.argument("path", default="", type=_path)
-def update(path: str) -> None:
+def rewrite(path: str) -> None:
     """Rewrite a launch file with the fields and comments of this version.
 
     It keeps all values and the comment at the top, and shows the other fields with their
@@ -140,7 +140,7 @@ def update(path: str) -> None:
     lines = read_text(path).splitlines()
     head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
     write_file(path, "\n".join([*head, "", text]) if head else text)
-    say(f"Updated {path}. Show all values with `fxtrain config show`.")
+    print_text(f"Updated {path}. Show all values with `fxtrain config show`.")
 
 
 @CONFIG.command()
@@ -201,7 +201,7 @@ def _write_new(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_file(path, render(values, format_of(path), notes=notes, brief=brief))
     named = "" if path in HERE else f" --config {shlex.quote(path)}"  # those are found without
-    say(
+    print_text(
         f"Wrote {path}. Use it with `fxtrain launch{named} train.py`. Show all values with "
         f"`fxtrain config show{named}`."
     )
@@ -228,7 +228,7 @@ def _shown(value: Any) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class Machine:
+class MachineFacts:
     """Properties of a machine on which defaults of a launch file depend."""
 
     cores: int = 1  # that a process may use
@@ -239,13 +239,13 @@ class Machine:
     tpu: bool = False  # whether the environment names one
 
 
-def detect_machine() -> Machine:
+def detect_machine() -> MachineFacts:
     """Inspect this machine; imports torch and asks it for devices."""
     torch = import_module("torch")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator else "cpu"
     supports_bf16 = getattr(getattr(torch, kind, None), "is_bf16_supported", None)
-    return Machine(
+    return MachineFacts(
         cores=len(usable_cores()),
         kind=kind,
         count=torch.accelerator.device_count() if accelerator else 0,
@@ -255,7 +255,7 @@ def detect_machine() -> Machine:
     )
 
 
-def _head(machine: Machine) -> list[str]:
+def _head(machine: MachineFacts) -> list[str]:
     devices = f"{machine.count} {machine.kind} devices" if machine.count else "no accelerator"
     return [
         f"Written by fxtrain config on a machine with {devices} and {machine.cores} cores.",
@@ -301,7 +301,7 @@ _OPTIONS: Mapping[str, Sequence[tuple[Any, ...]]] = {
 }
 
 
-def interview(machine: Machine, ask: AskFunction) -> Tables:
+def interview(machine: MachineFacts, ask: AskFunction) -> Tables:
     """Ask every question that the earlier answers leave open; the values for a launch file.
 
     Defaults and some questions depend on the machine. `ask` repeats a question while reading the
@@ -339,7 +339,7 @@ def interview(machine: Machine, ask: AskFunction) -> Tables:
     return values_of(answers)
 
 
-def _ask_launch(machine: Machine, answer: Callable[..., Any]) -> int:
+def _ask_launch(machine: MachineFacts, answer: Callable[..., Any]) -> int:
     """Ask about the launch; the number of all ranks, or 2 where the machines decide it."""
     launchers = known_launchers()
     name = answer(
@@ -377,7 +377,7 @@ def _ask_launch(machine: Machine, answer: Callable[..., Any]) -> int:
     return ranks * nodes
 
 
-def _ask_plan(machine: Machine, answer: Callable[..., Any], ranks: int) -> None:
+def _ask_plan(machine: MachineFacts, answer: Callable[..., Any], ranks: int) -> None:
     kind = "ddp"
     if ranks > 1:
         configs = {

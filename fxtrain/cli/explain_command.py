@@ -8,7 +8,7 @@ import click
 
 from fxtrain import errors
 from fxtrain._other_names import closest
-from fxtrain.cli.output import as_json, print_table, report, say
+from fxtrain.cli.output import as_json, print_table, print_text, report
 
 _PAGE = Path(__file__).with_name("error_codes.md")
 _WIDTH = 80
@@ -69,9 +69,9 @@ def _print(codes: list[ErrorCode], *, listed: bool) -> None:
         print_table(("Code", "Error", "What happened"), [each[:3] for each in codes])
         return
     first, *finer = codes
-    say(_text(first))
+    print_text(_text(first))
     if finer:
-        say(f"\nMore precise codes of {first.error}:\n")
+        print_text(f"\nMore precise codes of {first.error}:\n")
         print_table(("Code", "What happened"), [(each.code, each.title) for each in finer])
 
 

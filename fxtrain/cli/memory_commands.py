@@ -15,8 +15,8 @@ from fxtrain.cli.output import (
     as_json,
     option,
     print_table,
+    print_text,
     report,
-    say,
     warn,
 )
 from fxtrain.errors import PlanError
@@ -39,7 +39,7 @@ _WORDS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "working": "copies in the compute dtype",
-    "buffers": "quantised weights and other tensors",
+    "buffers": "quantized weights and other tensors",
     "total": "total, without activations",
 }
 
@@ -48,7 +48,7 @@ _WORDS = {
 @click.argument("model")
 @option("--optimizer", "the optimizer", click.Choice(_OPTIMIZERS), default="adamw")
 @option("--precision", "dtype of autocast and inference; bf16, or several", _DTYPES, multiple=True)
-@option("--plan", "a plan: its precision and its quantised weights", metavar="FILE")
+@option("--plan", "a plan: its precision and its quantized weights", metavar="FILE")
 @option("--sharding", "what is sharded, with all before it", _SHARDED, default="none")
 @option("--ranks -n", "ranks to shard over", COUNT, default=1)
 @option("--batch", "concurrent sequences in inference", COUNT, default=1)
@@ -96,13 +96,13 @@ def _report(
     weights: "Weights", dtype: str, *, stored: bool, batch: int, tokens: int, **chosen: Any
 ) -> dict[str, Any]:
     """With `stored`, weights in inference are as stored: autocast copies them for each call."""
-    from fxtrain.big.memory_estimates import estimate, inference, training
+    from fxtrain.big.memory_estimates import inference, measure_weights, training
 
     compute: Any = dtype if dtype in ("fp32", "bf16", "fp16") else "bf16"
     held = compute if stored else dtype
     converted, cache = inference(weights, precision=held, batch=batch, tokens=tokens)
     trained = training(weights, precision=compute, **chosen)
-    about = estimate(weights)
+    about = measure_weights(weights)
     return {
         "source": weights.source,
         **about,
@@ -122,7 +122,7 @@ def _report(
 def _print(reports: list[dict[str, Any]], chosen: dict[str, Any]) -> None:
     """Tables with a column for each dtype."""
     first, largest = reports[0], reports[0]["largest_layer"]
-    say(
+    print_text(
         f"{first['source']}: {first['parameters']:,} parameters, {first['trained']:,} trained, "
         f"{show_bytes(first['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
         f"{largest['parameters']:,} parameters, {show_bytes(largest['bytes'])}.\n"
@@ -134,7 +134,7 @@ def _print(reports: list[dict[str, Any]], chosen: dict[str, Any]) -> None:
         for name, text in _WORDS.items()
     ]
     print_table(["training, each rank", *(f">{dtype}" for dtype in trained)], rows)
-    say(
+    print_text(
         f"With {chosen['optimizer']}, sharding {chosen['sharding']}, {chosen['ranks']} ranks. "
         f"Activations depend on the batch and on the code.\n"
     )

@@ -115,18 +115,18 @@ def report(data: Any, shown: str | RenderableType | Callable[[], None]) -> None:
     elif callable(shown):
         shown()
     elif isinstance(shown, str):
-        say(shown)
+        print_text(shown)
     else:
         print_renderable(shown)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, in colour in a terminal only."""
+    """Print a table, in color in a terminal only."""
     print_renderable(make_table(columns, rows))
 
 
 def print_renderable(table: RenderableType) -> None:
-    """Print what rich lays out, in colour on a terminal only."""
+    """Print what rich lays out, in color on a terminal only."""
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else _PAGE
     console = Console(file=sys.stdout, width=width, highlight=False)
@@ -157,7 +157,7 @@ def save_picture(figure: Any, path: str | Path) -> None:
     write_file(path, data.getvalue())
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Print lines on standard output; control characters are escaped."""
     click.echo(escape_unprintable(text))
 

@@ -22,9 +22,9 @@ from fxtrain.cli.output import (
     as_json,
     option,
     print_renderable,
+    print_text,
     report,
     save_picture,
-    say,
 )
 from fxtrain.curves import (
     Curve,
@@ -67,7 +67,7 @@ def REPORT(
         write_file(path, page_of(curves))
     else:
         save_picture(picture_of(curves, curve, over=over), path)
-    say(f"Wrote {path} ({show_bytes(path.stat().st_size)}).")
+    print_text(f"Wrote {path} ({show_bytes(path.stat().st_size)}).")
 
 
 @click.command("watch")

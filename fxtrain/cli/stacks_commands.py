@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import attrs
 import click
 
-from fxtrain.cli.output import as_json, report, say
+from fxtrain.cli.output import as_json, print_text, report
 
 if TYPE_CHECKING:
     from fxtrain.diagnosis.stacks import Stand
@@ -62,13 +62,15 @@ def _show(stands: "list[Stand]", folder: Path | None) -> None:
 
 
 def _print(stands: "list[Stand]", folder: Path | None) -> None:
-    from fxtrain.diagnosis.stacks import DUMPS, described
+    from fxtrain.diagnosis.stacks import DUMPS, describe_stacks
 
-    say(described(stands))
+    print_text(describe_stacks(stands))
     if folder is None:
         return
     dumps = folder / DUMPS
     if count := len([*dumps.glob("rank_*")]):
         missing = count < stands[0].record["world_size"]
         some = "--allow-incomplete-ranks " if missing else ""
-        say(f"Collectives in the format of torch's Flight Recorder: torchfrtrace {some}{dumps}")
+        print_text(
+            f"Collectives in the format of torch's Flight Recorder: torchfrtrace {some}{dumps}"
+        )

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fxtrain._display import counted
-from fxtrain.cli.output import COUNT, as_json, option, print_table, report, say, warn
+from fxtrain.cli.output import COUNT, as_json, option, print_table, print_text, report, warn
 
 _LINE_EVERY_S = 10.0
 _BAR = 40  # characters of the longest bar of a histogram
@@ -141,7 +141,7 @@ def _print(summaries: list[dict[str, Any]]) -> None:
         print_table(("", ""), rows)
         most = max(lengths.values())
         bars = [(name, f"{n:,}", "#" * -(-_BAR * n // most)) for name, n in lengths.items()]
-        say("")
+        print_text("")
         print_table((">Tokens", ">Documents", ""), bars)
 
 

@@ -13,7 +13,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Literal, NamedTuple
 
-from fxtrain._drawing import COLOURS, make_figure
+from fxtrain._drawing import COLORS, make_figure
 from fxtrain._other_names import closest
 from fxtrain._version import __version__
 from fxtrain.curves.reading import Curve, RunCurves
@@ -49,7 +49,7 @@ def page_of(runs: Sequence[RunCurves]) -> str:
     return Template(_asset("page.html")).substitute(
         styles=f"{_digest(library_css)} {_digest(css)}",
         scripts=f"{_digest(library)} {_digest(script)}",
-        title=text_of(title),
+        title=html_text(title),
         version=__version__,
         library_css=library_css,
         css=css,
@@ -179,7 +179,7 @@ def picture_of(
             (line,) = axes.plot(
                 [x - start for x in xs],
                 run.curves[metric].values,
-                color=COLOURS[number % len(COLOURS)],
+                color=COLORS[number % len(COLORS)],
                 linewidth=1.5,
             )
             line.set_label(run.label.replace("$", r"\$").removeprefix("_"))
@@ -192,7 +192,7 @@ def picture_of(
     return drawn
 
 
-def text_of(value: Any) -> str:
+def html_text(value: Any) -> str:
     """Any value as text that HTML shows as it is."""
     return html.escape(escape_unprintable(str(value)))
 
@@ -206,12 +206,12 @@ def _section(title: str, content: str) -> str:
 
 def _table(title: str, head: Sequence[str], rows: Iterable[str], *, sorts: bool = False) -> str:
     """A table; with `sorts`, a click on the head of a column sorts the rows."""
-    names = [text_of(name) for name in head]
+    names = [html_text(name) for name in head]
     if sorts:
         names = [f'<button type="button" class="sort">{name}</button>' for name in names]
     columns = "".join(f'<th scope="col">{name}</th>' for name in names)
     return (
-        f'<div class="wide" role="region" tabindex="0" aria-label="{text_of(title)}"><table>\n'
+        f'<div class="wide" role="region" tabindex="0" aria-label="{html_text(title)}"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>\n"
         + "\n".join(rows)
         + "\n</tbody></table></div>"
@@ -219,7 +219,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[str], *, sorts: bool 
 
 
 def _row(name: str, cells: Iterable[str], *, kind: str = "") -> str:
-    inside = "".join(f"<td>{text_of(cell)}</td>" for cell in cells)
+    inside = "".join(f"<td>{html_text(cell)}</td>" for cell in cells)
     return f'<tr{kind}><th scope="row">{name}</th>{inside}</tr>'
 
 
@@ -240,7 +240,7 @@ def _runs(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
         show = (
             f'<label><input type="checkbox" class="show" value="{number}" checked>'
             f'<svg class="key" data-run="{number}" width="26" height="10" aria-hidden="true">'
-            f'<line x1="0" y1="5" x2="26" y2="5"/></svg>{text_of(run.label)}</label>'
+            f'<line x1="0" y1="5" x2="26" y2="5"/></svg>{html_text(run.label)}</label>'
         )
         updates, examples = _highest(run, "updates"), _highest(run, "rows")
         value = best.value(run) if best else None
@@ -256,10 +256,10 @@ def _runs(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
             (str(run.folder), run.folder),
         ]
         inside = "".join(
-            f'<td data-key="{text_of("" if key is None else key)}">{text_of(text)}</td>'
+            f'<td data-key="{html_text("" if key is None else key)}">{html_text(text)}</td>'
             for text, key in cells
         )
-        label = text_of(run.label)
+        label = html_text(run.label)
         rows.append(f'<tr><th scope="row" data-key="{label}">{show}</th>{inside}</tr>')
     left = len(settings) - len(shown)
     note = f"\n<p>{left} more settings differ: see Plan and Hyperparameters.</p>" if left else ""
@@ -309,7 +309,7 @@ def _values(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
         return "<p>No metric has been logged.</p>"
     head = ("Metric", "Run", "Last", "Lowest", "Highest", "Values", "Not finite")
     rows = [
-        _row(text_of(name), (run.label, *_facts(run.curves[name])))
+        _row(html_text(name), (run.label, *_facts(run.curves[name])))
         for name in metrics
         for run in runs
         if name in run.curves
@@ -328,10 +328,10 @@ def _facts(curve: Curve) -> tuple[str, ...]:
 def _logged(name: str, run: RunCurves) -> str:
     """A table that a run has logged, such as that of a profile."""
     table, label = run.tables[name], run.label
-    rows = (_row(text_of(first), map(str, rest)) for first, *rest in table["rows"])
+    rows = (_row(html_text(first), map(str, rest)) for first, *rest in table["rows"])
     left = table["count"] - len(table["rows"])
     return (
-        f"<h3>{text_of(name)}: {text_of(label)}, update {table['step']:,}</h3>\n"
+        f"<h3>{html_text(name)}: {html_text(label)}, update {table['step']:,}</h3>\n"
         + _table(f"{name}: {label}", table["columns"], rows)
         + (f"\n<p>{left:,} more rows are not shown.</p>" if left else "")
     )
@@ -344,7 +344,7 @@ def _compared(runs: Sequence[RunCurves], names: Sequence[str], prefix: str) -> s
     different = {name for name in names if len({_setting(run, name) for run in runs}) > 1}
     rows = [
         _row(
-            text_of(name.removeprefix(prefix))
+            html_text(name.removeprefix(prefix))
             + (' <span class="differs">differs</span>' if name in different else ""),
             (_setting(run, name) for run in runs),
             kind=' class="different"' if name in different else "",
@@ -368,9 +368,9 @@ def _files(runs: Sequence[RunCurves]) -> str:
         for path in sorted(run.folder.glob("update-[0-9]*")):
             if (path / "manifest.json").is_file():
                 link = html.escape(path.resolve().as_uri())
-                name = f'<a href="{link}">{text_of(path.name)}</a>'
+                name = f'<a href="{link}">{html_text(path.name)}</a>'
                 rows.append(_row(name, (run.label, str(path))))
-        rows += [_row(text_of(name), (run.label, x)) for name, x in run.artifacts.items()]
+        rows += [_row(html_text(name), (run.label, x)) for name, x in run.artifacts.items()]
     if not rows:
         return "<p>None was found in the folders of the runs.</p>"
     return _table("Checkpoints and files", ("Name", "Run", "Path"), rows)

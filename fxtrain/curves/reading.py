@@ -311,7 +311,7 @@ def read_curves(folders: Sequence[Any], *, file: str = "metrics.jsonl") -> tuple
     for curve in curves:
         if len(curve.values) > limit:
             curve.thin(limit)
-    return _labelled(runs)
+    return _labeled(runs)
 
 
 def check_is_run(reader: RunReader) -> None:
@@ -354,7 +354,7 @@ def file_of(folder: Any, file: str) -> Path:
     return path
 
 
-def _labelled(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
+def _labeled(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
     """Runs with the same name are told apart by their folders, then by numbers."""
     names, labels = [run.label for run in runs], list[str]()
     for run in runs:

@@ -14,7 +14,7 @@ from fxtrain.data.fetch import StreamMemory, start_worker
 from fxtrain.data.order import hash_key
 from fxtrain.data.order_texts import STREAM_ROWS, chained, text_of_ranks
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
-from fxtrain.data.sources import Source, check_order, row_source, why_again
+from fxtrain.data.sources import StepSource, check_order, row_source, why_again
 from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -42,7 +42,7 @@ class _Turn(NamedTuple):
 
 def presharded_source(
     loader: DataLoader[Any], ctx: DistContext, plan: Plan, uses: DatasetUses
-) -> tuple[Source, Batching]:
+) -> tuple[StepSource, Batching]:
     """Batches of loaders that each yield one rank's rows only.
 
     Effects:
@@ -64,7 +64,7 @@ def presharded_source(
         read, rows = _stream(loader, batching, ctx, plan, uses), None
     else:
         read, rows = _rows(loader, sampler, batching, ctx, plan, uses)
-    source = Source(
+    source = StepSource(
         run=lambda cursor: uneven_batches(read, cursor, ctx, plan),
         length=lambda _: None,
         # Only the author of a stream knows whether it shuffles.
@@ -83,7 +83,7 @@ def _rows(
     ctx: DistContext,
     plan: Plan,
     uses: DatasetUses,
-) -> tuple[_Open, Source]:
+) -> tuple[_Open, StepSource]:
     """A map-style dataset that holds only this rank's rows; their order differs between ranks."""
     own = attrs.evolve(plan, even="pad", seed=hash_key(plan.seed, "rank", ctx.rank))
     source = row_source(loader, sampler, batching, own, (0,), uses)

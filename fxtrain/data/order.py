@@ -77,7 +77,7 @@ def find_order(sampler: Any, seed: int, epoch: int) -> EpochOrder | None:
     return None if finder is None else finder(sampler, seed, epoch)
 
 
-def length_of(sampler: Any) -> int | None:
+def sampler_length(sampler: Any) -> int | None:
     """How many units a sampler yields; None if it has no length."""
     try:
         return len(sampler)
@@ -88,7 +88,7 @@ def length_of(sampler: Any) -> int | None:
 def refuse_split(dataset: Any, sampler: Any) -> None:
     """Refuse a loader that is known to give each rank its own rows.
 
-    Samplers that are modelled on torch's DistributedSampler have its attributes `num_replicas` and
+    Samplers that are modeled on torch's DistributedSampler have its attributes `num_replicas` and
     `rank`; a stream of Hugging Face that `split_dataset_by_node` split, `_distributed`.
 
     Raises:
@@ -192,7 +192,7 @@ class CustomOrder:
         with self._lent():
             self._told = _set_epoch(self._sampler, self._epoch, self._key)
             self._units = (unit for unit in sampler)  # none after the end
-        self.length, self._head = length_of(sampler), self._pull()
+        self.length, self._head = sampler_length(sampler), self._pull()
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._head
@@ -227,7 +227,7 @@ def _set_epoch(sampler: Any, epoch: int, key: int) -> bool:
     for part in _sampler_chain(sampler):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-            # torch's DistributedSampler, and samplers modelled on it, have this attribute.
+            # torch's DistributedSampler, and samplers modeled on it, have this attribute.
             shuffles = shuffles or getattr(part, "shuffle", True) is not False
         if isinstance(getattr(part, "generator", None), torch.Generator):
             part.generator.manual_seed(key)

@@ -15,7 +15,7 @@ from fxtrain._display import Displayed, counted
 from fxtrain.data.fetch import PlainStream
 from fxtrain.data.order_texts import text_of_dataset
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, advance, to_epoch
-from fxtrain.data.sources import Loaded, Source
+from fxtrain.data.sources import Loaded, StepSource
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -104,7 +104,7 @@ class Sharded(Displayed, Generic[Data_co]):
 
     ctx: DistContext
     plan: Plan
-    _source: Source = attrs.field(alias="source", repr=False)
+    _source: StepSource = attrs.field(alias="source", repr=False)
     _batching: Batching = attrs.field(alias="batching")
     _loader: Any = attrs.field(alias="loader", repr=False)
     _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut", repr=False)

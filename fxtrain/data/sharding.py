@@ -13,7 +13,7 @@ from fxtrain.data.fetch import PlainStream
 from fxtrain.data.rank_slices import Batching
 from fxtrain.data.sharded_loader import Iteration, Reached, Sharded
 from fxtrain.data.sources import (
-    Source,
+    StepSource,
     dispatch_source,
     function_source,
     row_source,
@@ -295,7 +295,7 @@ def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:
 
 def _source(
     loader: Any, world_size: int, plan: Plan, ranks: range, uses: DatasetUses
-) -> tuple[Source, Batching]:
+) -> tuple[StepSource, Batching]:
     """A loader read for some of the ranks."""
     if isinstance(loader, _RowFunction):
         size = loader.batch_size

@@ -26,7 +26,14 @@ from fxtrain.data.fetch import (
     owner_of,
     start_worker,
 )
-from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
+from fxtrain.data.order import (
+    CustomOrder,
+    EpochOrder,
+    find_order,
+    hash_key,
+    sampler_length,
+    tell_epoch,
+)
 from fxtrain.data.order_texts import text_of_dataset, text_of_units
 from fxtrain.data.rank_slices import (
     Batching,
@@ -55,7 +62,7 @@ _Order = EpochOrder | CustomOrder | StatefulOrder
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Source:
+class StepSource:
     """Steps from a cursor on, and what is known of an epoch before reading it."""
 
     run: Callable[[Cursor], Iterator[Loaded]]  # cursor → every step until the epoch ends
@@ -75,7 +82,7 @@ def row_source(
     plan: Plan,
     ranks: Sequence[int],
     uses: DatasetUses,
-) -> Source:
+) -> StepSource:
     """A map-style dataset, read by index for some of the ranks."""
     use = uses.of(loader.dataset)
     order: _Order | None = None  # that of the latest epoch
@@ -119,7 +126,7 @@ def row_source(
         finally:
             idle.append((feed, over))
 
-    return Source(
+    return StepSource(
         run=run,
         length=lambda epoch: told.length(epoch, idle=bool(idle)),
         shuffled=lambda: order is not None and order.shuffled,
@@ -149,7 +156,7 @@ class _Told:
         if idle and self.epoch != epoch:
             self.tell(epoch)
             tell_epoch(self.sampler, self.seed, epoch)
-        return length_of(self.sampler)
+        return sampler_length(self.sampler)
 
 
 def _order_from(
@@ -200,7 +207,7 @@ def stream_source(
     plan: Plan,
     ranks: Sequence[int],
     uses: DatasetUses,
-) -> Source:
+) -> StepSource:
     """An iterable dataset, read in its own order for some of the ranks."""
     passes = itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
@@ -217,7 +224,7 @@ def stream_source(
     def length(epoch: int) -> int | None:
         if idle:
             idle[0][0].memory.set_epoch(epoch)
-        return length_of(loader.dataset)
+        return sampler_length(loader.dataset)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
@@ -252,7 +259,7 @@ def stream_source(
             fetch.close()
             idle.append((fetch, feed, over))
 
-    return Source(
+    return StepSource(
         run=run,
         length=length,
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
@@ -358,7 +365,7 @@ def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence
 
 def function_source(
     make: Callable[[Position], Any], batching: Batching, plan: Plan, ranks: Sequence[int]
-) -> Source:
+) -> StepSource:
     """An epoch without an end, of which a function makes the rows for some of the ranks.
 
     The function is called when its batch is due, and not before.
@@ -389,7 +396,7 @@ def function_source(
             position = advance(position, batch, plan, is_last=False)
             yield (batch, Cursor(position)), data
 
-    return Source(run=run, length=lambda _: None, shuffled=lambda: False, endless=True)
+    return StepSource(run=run, length=lambda _: None, shuffled=lambda: False, endless=True)
 
 
 def _called(make: Callable[[Position], Any], position: Position, size: int) -> Any:
@@ -415,8 +422,8 @@ def _part(rows: Any, count: int, start: int, size: int) -> Any:
 
 
 def dispatch_source(
-    make: Callable[[], tuple[Source, Batching]], ctx: DistContext, plan: Plan
-) -> tuple[Source, Batching]:
+    make: Callable[[], tuple[StepSource, Batching]], ctx: DistContext, plan: Plan
+) -> tuple[StepSource, Batching]:
     """Batches that rank 0 reads; the other ranks never touch the dataset.
 
     Args:
@@ -448,7 +455,7 @@ def dispatch_source(
             if position.is_last:
                 return
 
-    source = Source(
+    source = StepSource(
         run=run,
         length=lambda _: length,
         shuffled=(lambda: False) if inner is None else inner.shuffled,
@@ -459,8 +466,8 @@ def dispatch_source(
 
 
 def _broadcast_layout(
-    make: Callable[[], tuple[Source, Batching]], ctx: DistContext
-) -> tuple[Source | None, tuple[Batching, int | None, bool, bool]]:
+    make: Callable[[], tuple[StepSource, Batching]], ctx: DistContext
+) -> tuple[StepSource | None, tuple[Batching, int | None, bool, bool]]:
     """Rank 0's source and, on every rank, its batching, length, `stateful` and `endless`."""
     source, problem, layout = None, None, None
     if ctx.is_main:

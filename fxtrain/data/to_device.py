@@ -108,7 +108,7 @@ def to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
         `to_device=False`, where the result is the same object.
     """
     if ctx.device.type == "xla":
-        return _extensions.xla_runtime.to_device(data, ctx)
+        return _extensions.xla_runtime.to_xla(data, ctx)
     return _tree.map_leaves(lambda leaf: _moved(leaf, ctx, plan), data)
 
 

@@ -6,7 +6,7 @@ from fxtrain.diagnosis.environment import (
     fact_problems,
     facts_here,
     hidden,
-    shown,
+    shown_setting,
 )
 
-__all__ = ["clock_problems", "collect", "fact_problems", "facts_here", "hidden", "shown"]
+__all__ = ["clock_problems", "collect", "fact_problems", "facts_here", "hidden", "shown_setting"]

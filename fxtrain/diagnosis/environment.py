@@ -43,7 +43,7 @@ def collect(env: Mapping[str, str]) -> Groups:
     """Everything that a bug report needs, by group and name, without secrets.
 
     Relevant variables and settings are listed by name. Their values are shown if they cannot be
-    secrets (see `shown`), and as stars otherwise.
+    secrets (see `shown_setting`), and as stars otherwise.
 
     Args:
         env: Variables of the process; not changed.
@@ -63,7 +63,7 @@ def collect(env: Mapping[str, str]) -> Groups:
         "config": lambda: _config(env),
         # Variables with two underscores set values, which are shown under config.
         "variables": lambda: {
-            name: shown(name, env[name], home=home)
+            name: shown_setting(name, env[name], home=home)
             for name in sorted(env)
             if _VARIABLES.search(name) and "__" not in name
         },
@@ -171,10 +171,10 @@ def _setting(config: LaunchConfig, path: str, value: Any, home: str) -> str:
     if path == "launch.env":
         return f"{', '.join(word.partition('=')[0] for word in value)} (values are not shown)"
     if isinstance(value, list | tuple):
-        return str([shown(path, str(word), home=home) for word in value])
+        return str([shown_setting(path, str(word), home=home) for word in value])
     if value is None or isinstance(value, bool | int | float) or _is_choice(config, path):
         return str(value)
-    return shown(path, str(value), home=home)
+    return shown_setting(path, str(value), home=home)
 
 
 def _is_choice(config: LaunchConfig, path: str) -> bool:
@@ -244,7 +244,7 @@ _WORDS = frozenset(_LISTED.split())
 def hidden(name: str, value: str, *, home: str = "") -> str:
     """A fact as it may be shown: secrets are starred, the home folder is ~.
 
-    For facts that fxtrain gathered itself; values that the user has set go through `shown`.
+    For facts that fxtrain gathered itself; values that the user has set go through `shown_setting`.
 
     Args:
         name: Name of the value; names typical of secrets hide all of it.
@@ -258,7 +258,7 @@ def hidden(name: str, value: str, *, home: str = "") -> str:
     return text.replace(home, "~") if len(home) > 1 else text
 
 
-def shown(name: str, value: str, *, home: str = "") -> str:
+def shown_setting(name: str, value: str, *, home: str = "") -> str:
     """A value that a user has set, if it cannot be a secret; otherwise stars.
 
     It cannot be one if its name is not typical of a secret, and it consists of numbers, versions,

@@ -17,7 +17,7 @@ import attrs
 
 from fxtrain import checkpoint, loop, trackers
 from fxtrain.backends.core.replica_digests import (
-    described,
+    describe_differences,
     differences_of,
     digests_of,
     verify_replicas,
@@ -181,7 +181,7 @@ def read_replays(folders: Sequence[Path]) -> list[Replayed]:
         losses, tensors = differing("losses", update), differing("digests", update)
         digests = [rows[update]["digests"] for _, rows in sorted(first.items())]
         same = not (losses or tensors)
-        replicas = tuple(described(differences_of(digests), {})) if same else ()
+        replicas = tuple(describe_differences(differences_of(digests), {})) if same else ()
         replays.append(Replayed(update=update, losses=losses, tensors=tensors, replicas=replicas))
     return replays
 

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.deepspeed.config import config_problems, resolve
+from fxtrain.backends.deepspeed.config import config_problems, resolve_deepspeed
 from fxtrain.backends.wrapping import problems_of, strategies
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.launchers import LaunchSpec, prepare
@@ -100,7 +100,7 @@ def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
         base = read_config(plan.strategy)
         plan = fill_from_config(plan, base, ranks)
         base = {name: base[name] for name in base if name not in ("optimizer", "scheduler")}
-        config = resolve(plan, base, ranks=ranks, partial=True)
+        config = resolve_deepspeed(plan, base, ranks=ranks, partial=True)
         if problems := config_problems(config, ranks):
             return problems
     config = plan.strategy.stages if isinstance(plan.strategy, PP) else plan.strategy

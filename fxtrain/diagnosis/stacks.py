@@ -164,7 +164,7 @@ def groups_of(stands: Iterable[Stand]) -> list[list[Stand]]:
     return sorted(groups.values(), key=lambda group: (group[0].waits, len(group), group[0].rank))
 
 
-def described(stands: Sequence[Stand]) -> str:
+def describe_stacks(stands: Sequence[Stand]) -> str:
     """Which ranks stand apart, in which line; where the others wait; and the stacks of both."""
     groups = groups_of(stands)
     hosts = {stand.rank: stand.record["host"] for stand in stands}
@@ -216,7 +216,7 @@ def _described(stand: Stand) -> str:
 
 def write_report(folder: Path, stands: Sequence[Stand]) -> str:
     """Write which rank stands apart, and all collectives for `torchfrtrace`; the text of that."""
-    text = described(stands)
+    text = describe_stacks(stands)
     (folder / REPORT).write_text(text, encoding="utf-8")
     write_dumps(folder / DUMPS, stands)
     return text

@@ -97,7 +97,7 @@ def _synchronize(ctx: DistContext) -> None:
         torch.accelerator.synchronize()
 
 
-def train(ctx: DistContext, plan: Plan) -> dict[str, Any]:
+def fit_line(ctx: DistContext, plan: Plan) -> dict[str, Any]:
     """Fit a line with a plan's strategy and precision; the loss must decrease on every rank."""
     torch.manual_seed(0)
     x = torch.randn(256, 8, device="cpu")
@@ -137,7 +137,7 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
     rows = [measure(name, ctx, mib=mib) for name in (*WITH_TENSORS, *WITH_OBJECTS)]
     problems += [f"{row['name']} returned a wrong result." for row in rows if not row["right"]]
     try:
-        training = train(ctx, plan)
+        training = fit_line(ctx, plan)
     except FxError as error:
         training = None
         problems.append(f"The training failed: {type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtrain.errors import CheckpointError
-from fxtrain.interop.dcp_checkpoints import lists_of, read_tree, tensors_of
+from fxtrain.interop.dcp_checkpoints import lists_of, nested_tensors, read_tree
 from fxtrain.interop.imported import Imported, in_order
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside, open_source
@@ -55,7 +55,7 @@ def read_accelerate(root: Path, *, optimizer: bool) -> Imported:
 def _contents(root: Path, path: Path, kind: str) -> Any:
     if path.is_dir():  # of the FSDP plugin, which writes with torch.distributed.checkpoint
         tree = read_tree(path)
-        return tensors_of(tree.get(kind, tree)) if kind == "model" else lists_of(tree[kind])
+        return nested_tensors(tree.get(kind, tree)) if kind == "model" else lists_of(tree[kind])
     if kind == "model":
         with open_source(inside(root, path.name)) as source:
             return {name: source.read(name, None) for name in source.entries} | {

@@ -42,7 +42,7 @@ def read_dcp(root: Path, *, optimizer: bool) -> Imported:
     else:
         tree = read_tree(root, lambda name: not name.startswith(_OPTIMIZERS), values=False)
     states = [lists_of(tree.pop(name)) for name in ("optimizer", "optim") if name in tree]
-    model = tensors_of(tree.pop("model") if "model" in tree else tree)
+    model = nested_tensors(tree.pop("model") if "model" in tree else tree)
     return Imported(models=(model,), optimizers=tuple(states), others=tree)
 
 
@@ -117,12 +117,12 @@ def _tensor(told: Mapping[str, Any], parts: Mapping[Any, _Read]) -> Tensor:
     return full
 
 
-def tensors_of(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
+def nested_tensors(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
     """The tensors in nested dicts, by the names that a module has for them."""
     tensors: dict[str, Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            tensors.update(tensors_of(value, f"{prefix}{key}."))
+            tensors.update(nested_tensors(value, f"{prefix}{key}."))
         elif isinstance(value, Tensor):
             tensors[f"{prefix}{key}"] = value
     return tensors

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fxtrain._display import describe
+from fxtrain._display import brief
 from fxtrain._reading import read_text
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
@@ -39,14 +39,14 @@ class Imported:
         others: Further entries of a `torch.distributed.checkpoint`, by name.
     """
 
-    models: tuple[Mapping[str, Tensor], ...] = attrs.field(repr=describe)
-    tied: Mapping[str, str] = attrs.field(factory=_empty, repr=describe)
-    optimizers: tuple[Mapping[str, Any], ...] = attrs.field(default=(), repr=describe)
-    schedulers: tuple[Mapping[str, Any], ...] = attrs.field(default=(), repr=describe)
-    scaler: Mapping[str, Any] | None = attrs.field(default=None, repr=describe)
+    models: tuple[Mapping[str, Tensor], ...] = attrs.field(repr=brief)
+    tied: Mapping[str, str] = attrs.field(factory=_empty, repr=brief)
+    optimizers: tuple[Mapping[str, Any], ...] = attrs.field(default=(), repr=brief)
+    schedulers: tuple[Mapping[str, Any], ...] = attrs.field(default=(), repr=brief)
+    scaler: Mapping[str, Any] | None = attrs.field(default=None, repr=brief)
     updates: int | None = None
     config: Mapping[str, Any] = attrs.field(factory=_empty)
-    others: Mapping[str, Any] = attrs.field(factory=_empty, repr=describe)
+    others: Mapping[str, Any] = attrs.field(factory=_empty, repr=brief)
 
 
 @contextmanager

@@ -21,21 +21,21 @@ from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.storage import sync_folder
 from fxtrain.errors import CheckpointError
-from fxtrain.interop.dcp_checkpoints import read_tree, tensors_of
+from fxtrain.interop.dcp_checkpoints import nested_tensors, read_tree
 from fxtrain.interop.imported import Imported, named_folder, named_tensors
 from fxtrain.interop.megatron_names import (
     FAMILIES,
     Family,
     Row,
     arguments_of,
-    check_arguments,
+    check_family,
     config_of,
-    count,
     family_of,
     from_transformers,
     fused_name,
     heads_of,
     pattern_of,
+    positive_count,
     to_transformers,
 )
 from fxtrain.models.folder import staging, write_text
@@ -99,7 +99,7 @@ def _stored_dist(root: Path) -> tuple[Mapping[str, Any], _Parts]:
     common = load_weights_only(inside(root, _COMMON), str(root / _COMMON), placeholders=True)
     whole: dict[str, Tensor] = {}
     tree = read_tree(root, lambda n: n.startswith(_MODEL) and "_extra_state" not in n, values=False)
-    for name, tensor in tensors_of(tree).items():
+    for name, tensor in nested_tensors(tree).items():
         start, stacked, rest = name.partition("decoder.layers.")
         if stacked and not rest[:1].isdigit():  # the same tensor of all layers
             whole |= {
@@ -132,7 +132,7 @@ def _of_stages(
 ) -> _Parts:
     """The tensors of all stages, with the numbers of layers in the model."""
     tensor, stages = (
-        count({name: 1, **args}, name)
+        positive_count({name: 1, **args}, name)
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     )
     # Without a table of all ranks, whose number may be any in a damaged file.
@@ -189,8 +189,8 @@ def _chunks(contents: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 def _named(args: dict[str, Any], iteration: Any, left: _Parts) -> Imported:
     """A model as transformers names its tensors."""
     family = family_of(sorted({pattern for pattern, _ in left}))
-    check_arguments(family, args)
-    layers, heads = count(args, "num_layers"), heads_of(args)
+    check_family(family, args)
+    layers, heads = positive_count(args, "num_layers"), heads_of(args)
     if layers > len({layer for _, layer in left}):  # before as many are listed
         raise LookupError(f"fewer than {layers} layers")
     output, embedding = family.tied
@@ -277,7 +277,7 @@ def write_megatron(
     divided = {"num_attention_heads": tensor, "num_query_groups": tensor}
     divided |= {"ffn_hidden_size": tensor, "num_layers": pipeline}
     for name, ranks in divided.items():
-        if count(arguments, name) % ranks:
+        if positive_count(arguments, name) % ranks:
             raise CheckpointError(
                 f"write_megatron(tensor={tensor}, pipeline={pipeline}): {name} is "
                 f"{arguments[name]}, which {ranks} ranks do not divide. Choose a divisor."

@@ -164,7 +164,7 @@ def family_of(names: Sequence[str]) -> Family:
     )
 
 
-def check_arguments(family: Family, args: Mapping[str, Any]) -> None:
+def check_family(family: Family, args: Mapping[str, Any]) -> None:
     """Raise if arguments of Megatron say that a model computes something else than its family."""
     for name, value in {**family.fixed, **_PLAIN}.items():
         if args.get(name, value) != value:
@@ -174,7 +174,7 @@ def check_arguments(family: Family, args: Mapping[str, Any]) -> None:
             )
 
 
-def count(args: Mapping[str, Any], name: str) -> int:
+def positive_count(args: Mapping[str, Any], name: str) -> int:
     """A positive number among arguments of Megatron."""
     value = args.get(name)
     if type(value) is not int or value < 1:
@@ -187,9 +187,9 @@ def count(args: Mapping[str, Any], name: str) -> int:
 
 def heads_of(args: Mapping[str, Any]) -> tuple[int, int]:
     """Heads of queries, and groups of them that share a key and a value."""
-    heads = count(args, "num_attention_heads")
+    heads = positive_count(args, "num_attention_heads")
     grouped = args.get("group_query_attention", False) is True
-    return heads, count(args, "num_query_groups") if grouped else heads
+    return heads, positive_count(args, "num_query_groups") if grouped else heads
 
 
 def config_of(family: Family, args: Mapping[str, Any], *, vocab: int, tied: bool) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def config_of(family: Family, args: Mapping[str, Any], *, vocab: int, tied: bool
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's arguments for a model of transformers; raises if it computes something else."""
     args: dict[str, Any] = {name: config.get(field) for name, field in family.fields.items()}
-    heads, width = count(args, "num_attention_heads"), count(args, "hidden_size")
+    heads, width = positive_count(args, "num_attention_heads"), positive_count(args, "hidden_size")
     groups = args.get("num_query_groups") or heads
     args["num_query_groups"] = groups
     args["group_query_attention"] = groups != heads

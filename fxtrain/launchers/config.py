@@ -18,7 +18,15 @@ from fxtrain.launchers.spec import FLAGS, LaunchSpec
 from fxtrain.launchers.table import with_options
 from fxtrain.state import Plan, structure, unstructure
 from fxtrain.state.files import read_data, text_of
-from fxtrain.state.parsing import Format, from_environment, leaves, merge, near, put, value_of
+from fxtrain.state.parsing import (
+    Format,
+    from_environment,
+    leaves,
+    merge_tables,
+    near,
+    put,
+    value_of,
+)
 
 # In the current folder; these come before the user's own file.
 HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
@@ -163,7 +171,7 @@ def resolve(
     variables = from_environment(env)
     values = dict(config.values)
     for where, value in {**variables, **(flags or {})}.items():
-        values = merge(values, put({}, where, value))
+        values = merge_tables(values, put({}, where, value))
     try:
         return launch_config(values, file=path)
     except PlanError as error:

@@ -156,7 +156,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     # A notebook, a prompt or standard input, whose definitions another process cannot import.
     interactive = main.get("__spec__") is None and (file is None or not Path(file).exists())
     try:
-        call = pack((fn, args), interactive=interactive)
+        call = pickle_value((fn, args), interactive=interactive)
     except FxError:  # cloudpickle is missing
         raise
     except Exception as error:  # of any kind: each object defines how it is pickled
@@ -180,7 +180,7 @@ def _unsendable(fn: Callable[..., Any], args: tuple[Any, ...], *, interactive: b
     """Which of a function and its arguments cannot be pickled, in words."""
     for number, value in enumerate(args):
         try:
-            pack(value, interactive=interactive)
+            pickle_value(value, interactive=interactive)
         except Exception:  # of any kind
             return f"args[{number}], a {type(value).__qualname__},"
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
@@ -203,7 +203,7 @@ def _result(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def pack(value: Any, *, interactive: bool) -> bytes:
+def pickle_value(value: Any, *, interactive: bool) -> bytes:
     """Turn a value into bytes that pickle reads; if interactive, the main module's by value.
 
     An object that cannot be sent raises what it likes.

@@ -19,7 +19,7 @@ def main(folder: Path) -> None:
     multiprocessing.current_process().name = f"rank {os.environ['RANK']}"
     from fxtrain._reading import write_file  # sys.path is right now
     from fxtrain.errors import FxError
-    from fxtrain.launchers.function import pack
+    from fxtrain.launchers.function import pickle_value
 
     fn, args = pickle.loads(call)
     try:
@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
             raise
         value = None
     try:
-        data = pack(value, interactive=True)
+        data = pickle_value(value, interactive=True)
     except FxError:  # cloudpickle is missing
         raise
     except Exception as error:

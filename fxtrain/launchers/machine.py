@@ -100,7 +100,7 @@ def cores_of_ranks(mode: str, ranks: int, machine: Machine) -> tuple[tuple[int, 
     if mode == "node":
         return tuple(nodes[rank * len(nodes) // ranks] for rank in range(ranks))
     cores = [core for node in nodes for core in node]
-    if len(cores) < ranks:  # then neighbours share one
+    if len(cores) < ranks:  # then neighbors share one
         return tuple((cores[rank * len(cores) // ranks],) for rank in range(ranks))
     bounds = [rank * len(cores) // ranks for rank in range(ranks + 1)]
     return tuple(tuple(cores[a:b]) for a, b in itertools.pairwise(bounds))

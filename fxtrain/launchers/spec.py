@@ -29,7 +29,7 @@ def launch_record(cls: type[T]) -> type[T]:
     return record(cls, error=LaunchError)
 
 
-def count(least: float) -> Callable[[Any, Any, Any], None]:
+def number_from(least: float) -> Callable[[Any, Any, Any], None]:
     """A validator for numbers from this minimum up to the system's maximum."""
     return at_least(least, _LARGEST)
 
@@ -126,9 +126,9 @@ class LaunchSpec:
     executable: bool = False
     launcher: str = "native"
     options: Any = None
-    nodes: int = attrs.field(default=1, validator=count(1))
-    min_nodes: int | None = attrs.field(default=None, validator=count(1))
-    node_rank: int = attrs.field(default=0, validator=count(0))
+    nodes: int = attrs.field(default=1, validator=number_from(1))
+    min_nodes: int | None = attrs.field(default=None, validator=number_from(1))
+    node_rank: int = attrs.field(default=0, validator=number_from(0))
     main_address: str = attrs.field(default="", validator=_host)
     main_port: int = attrs.field(default=0, validator=at_least(0, 65_535))
     local_address: str = attrs.field(default="", validator=_host)
@@ -136,10 +136,10 @@ class LaunchSpec:
     rendezvous_options: tuple[str, ...] = attrs.field(default=(), validator=_setting)
     connect_timeout_s: float = attrs.field(default=600.0, validator=at_least(0.1, LONGEST_S))
     run_id: str = attrs.field(default="", validator=_word)
-    restarts: int = attrs.field(default=0, validator=count(0))
-    spares: int = attrs.field(default=0, validator=count(0))
-    monitor_interval_s: float = attrs.field(default=0.1, validator=count(0.001))
-    shutdown_s: int = attrs.field(default=10, validator=count(0))
+    restarts: int = attrs.field(default=0, validator=number_from(0))
+    spares: int = attrs.field(default=0, validator=number_from(0))
+    monitor_interval_s: float = attrs.field(default=0.1, validator=number_from(0.001))
+    shutdown_s: int = attrs.field(default=10, validator=number_from(0))
     role: str = attrs.field(default="default", validator=_word)
     log_dir: str = ""
     redirect: Streams = "none"
@@ -148,7 +148,7 @@ class LaunchSpec:
     cpu: bool = False
     gpus: tuple[str, ...] = attrs.field(default=(), validator=_device)
     bind: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
-    threads: int | None = attrs.field(default=None, validator=count(1))
+    threads: int | None = attrs.field(default=None, validator=number_from(1))
     env: tuple[str, ...] = attrs.field(default=(), validator=_variable, repr=False)
 
     @property

@@ -36,7 +36,7 @@ from fxtrain.loop.fit_entries import (
 )
 from fxtrain.loop.stepping import StepFns
 from fxtrain.state import Batch, DistContext, Position, Report
-from fxtrain.state.precision import names_of
+from fxtrain.state.precision import as_names
 
 if TYPE_CHECKING:
     from fxtrain._extensions import Target
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 _PASSED_ON = ("ctx", "fns", "loader")  # arguments of `fit` that are no rules
 # Why ranks end a run; of several, the first counts.
-_REASONS = ("failed", "stopped", "signalled", "left")
+_REASONS = ("failed", "stopped", "signaled", "left")
 _MEASURES = ("epochs", "updates", "rows", "tokens")
 
 
@@ -277,7 +277,7 @@ class Rules:
     show: bool
     extra: Any = attrs.field(converter=lambda extra: {} if extra is None else extra)
     checkpoints: Any
-    signals: tuple[str, ...] = attrs.field(converter=names_of)
+    signals: tuple[str, ...] = attrs.field(converter=as_names)
     check_every: int = attrs.field(validator=at_least(1))
 
     def __attrs_post_init__(self) -> None:
@@ -530,8 +530,8 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
         return None, bool(due)
     minutes = rules.save_minutes
     late = minutes is not None and time.monotonic() - loop.saved_s >= minutes * 60
-    if notice is not None and notice.signalled and reason != "stopped":
-        reason = "signalled"
+    if notice is not None and notice.signaled and reason != "stopped":
+        reason = "signaled"
     if ctx.world_size == 1:
         return reason, bool(due or late)
     answers = ops.gather_objects((reason, late), ctx)

@@ -19,21 +19,21 @@ from fxtrain._display import counted, read_bytes
 from fxtrain._reading import path_problem
 from fxtrain._record import few
 from fxtrain.errors import CheckpointError
-from fxtrain.models.folder import ModelFile, commit, split, staging, write_index
+from fxtrain.models.folder import ModelFile, commit, split_into_files, staging, write_index
 from fxtrain.models.safetensors_files import writing
 from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.written_weights import (
     context_of,
     ignored_names,
     module_of,
-    problems_of,
     weights_by_name,
+    write_problems,
 )
 from fxtrain.ops.block_names import own_names
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.tensor_bytes import WRITABLE_DTYPES
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.precision.quantizing import format_of, quantized_layers
+from fxtrain.precision.quantizing import quantized_layers, weight_format
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.state import DistContext, FileTensor, Weight, Wrapped
 
@@ -67,7 +67,7 @@ def export(
         The paths of the weight files, on every rank.
 
     Effects:
-        Writes quantised layers as their library does; warns before if transformers does not
+        Writes quantized layers as their library does; warns before if transformers does not
         read them. Gathers sharded tensors one by one, as `fx.weights` does, and writes each at
         once: in addition to the model, this needs memory for two tensors. The new files replace
         earlier ones atomically once all are on disk; if anything fails, the earlier ones stay.
@@ -140,7 +140,7 @@ def _weights(model: Any, module: nn.Module | None) -> dict[str, Weight]:
         ignored = ignored_names(module)
         weights = file_weights(module, weights)
         weights = {name: weight for name, weight in weights.items() if name not in ignored}
-    if problems := problems_of(weights, WRITABLE_DTYPES):
+    if problems := write_problems(weights, WRITABLE_DTYPES):
         raise CheckpointError(
             "export: these tensors cannot be written to a safetensors file:\n  "
             + "\n  ".join(few(problems))
@@ -169,7 +169,7 @@ def _files(
         for name in stored
     ]
     limit: Any = read_bytes(max_shard, "max_shard")
-    files = split(entries, limit, others)
+    files = split_into_files(entries, limit, others)
     if module is not None and (more := file_metadata(module, stored)):
         files = tuple(attrs.evolve(file, metadata={**file.metadata, **more}) for file in files)
     gathered = set(sharded)
@@ -283,7 +283,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "floa
 
 
 def transformers_config(module: Any) -> dict[str, Any] | None:
-    """What a config.json says of quantised layers; None if transformers does not read them."""
+    """What a config.json says of quantized layers; None if transformers does not read them."""
     first = next(quantized_layers(module), None)
     if first is None:
         return None
@@ -333,7 +333,7 @@ def warn_of_readers(module: Any) -> None:
 def _problem(module: nn.Module) -> str | None:
     formats: set[str] = set()
     for name, part, library in quantized_layers(module):
-        formats.add(form := format_of(part, library))
+        formats.add(form := weight_format(part, library))
         if library is TORCHAO and torchao_config(part) is None:
             return f"from_pretrained does not read layers in {form}, such as {name}"
     if len(formats) < 2:
@@ -342,7 +342,7 @@ def _problem(module: nn.Module) -> str | None:
 
 
 def _unquantized(module: nn.Module) -> list[str]:
-    """The layers that transformers would quantise, and that are not."""
+    """The layers that transformers would quantize, and that are not."""
     quantized = {name for name, _, _ in quantized_layers(module)}
     return [
         name

@@ -19,7 +19,7 @@ import attrs
 from fxtrain._reading import read_file
 from fxtrain.checkpoint.storage import locked, sync_folder
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import parse_json
+from fxtrain.models.safetensors_files import parse_json_object
 from fxtrain.ops.safetensors_header import aligned_first
 from fxtrain.state import FileTensor
 
@@ -42,7 +42,7 @@ class ModelFile:
     metadata: Mapping[str, str]
 
 
-def split(
+def split_into_files(
     entries: Sequence[FileTensor], limit: int, others: Mapping[str, str]
 ) -> tuple[ModelFile, ...]:
     """Divide tensors into files of at most `limit` bytes of values, as transformers does."""
@@ -176,7 +176,7 @@ def _earlier_index(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        table = parse_json(read_file(path, LARGEST_INDEX), path)
+        table = parse_json_object(read_file(path, LARGEST_INDEX), path)
     except (CheckpointError, OSError):
         return None
     places = table.get("weight_map")

@@ -1,4 +1,4 @@
-"""Read GGUF files, those of llama.cpp: the package `gguf` reads and dequantises them."""
+"""Read GGUF files, those of llama.cpp: the package `gguf` reads and dequantizes them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.state import FileTensor
 
-# Types of tensors that torch has; all others are quantised.
+# Types of tensors that torch has; all others are quantized.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -62,7 +62,7 @@ def gguf_name(name: str, architecture: str) -> str:
 def read_gguf(path: Path) -> tuple[dict[str, FileTensor], Callable[[str], Tensor]]:
     """Read the header of a GGUF file, and map its tensors into memory.
 
-    Returns its tensors by name, quantised ones in fp32; those that are neither quantised nor in
+    Returns its tensors by name, quantized ones in fp32; those that are neither quantized nor in
     another order there have a place in the file. And (name) → values. Damage is a CheckpointError.
     """
     library = optional("gguf", extra="models", needed_by=f"The GGUF file {path}")

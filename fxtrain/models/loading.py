@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxtrain._record import few
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models.quantized_loading import prepare_layers, quantized_while_read
-from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
+from fxtrain.models.tensor_sources import TensorSource, WeightSource, open_source, renamed
 from fxtrain.models.written_weights import context_of, ignored_names, module_of, weights_by_name
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name, set_values
@@ -67,7 +67,7 @@ def load_model(
     Args:
         source: A safetensors file, an index over several, a folder with either, or tensors
             by name. A file of `torch.save` is read with `weights_only=True`. A GGUF file is
-            dequantised, one tensor at a time. For a checkpoint of `fx.save`,
+            dequantized, one tensor at a time. For a checkpoint of `fx.save`,
             `fx.checkpoint.saved_weights(path)`.
         model: A model from `wrap`, or a module.
         strict: Raise if names in the source and in the model differ.
@@ -78,9 +78,9 @@ def load_model(
         rename: Name in the source, without the prefix → name in the model, or None to skip it.
         device: Where to allocate parameters that are on the meta device; by default the
             context's device, or the CPU.
-        quantize: Quantise linear layers while loading, one at a time: with a model on the meta
-            device, the unquantised model is never in memory. Layers that are quantised in the
-            source become quantised layers in any case.
+        quantize: Quantize linear layers while loading, one at a time: with a model on the meta
+            device, the unquantized model is never in memory. Layers that are quantized in the
+            source become quantized layers in any case.
         ctx: The context of the ranks, all of which make this call; defaults to that of a
             wrapped model. It makes errors the same on every rank.
 
@@ -138,7 +138,7 @@ def load_model(
                 for name in names
                 if weights[name].here and weights[name].place is None
             ]
-            _materialise(module, likes, where)
+            _materialize(module, likes, where)
             quantized: dict[str, nn.Module] = {}
             if quantize is not None:
                 read = {
@@ -163,7 +163,9 @@ def _device(device: str | torch.device) -> torch.device:
         ) from None
 
 
-def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Source) -> _NameMatch:
+def _match_names(
+    module: nn.Module, weights: Mapping[str, Weight], source: TensorSource
+) -> _NameMatch:
     groups: dict[Hashable, list[str]] = {}
     for name, weight in weights.items():
         groups.setdefault(weight.key, []).append(name)
@@ -189,7 +191,7 @@ def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Sourc
 
 
 def _without_other_shapes(
-    weights: Mapping[str, Weight], source: Source, fit: _NameMatch
+    weights: Mapping[str, Weight], source: TensorSource, fit: _NameMatch
 ) -> tuple[_NameMatch, tuple[str, ...]]:
     """The tensors to load without those of another shape in the source, and the names of these."""
     skipped = {
@@ -207,7 +209,7 @@ def _without_other_shapes(
 def _refuse(
     module: nn.Module,
     weights: Mapping[str, Weight],
-    source: Source,
+    source: TensorSource,
     fit: _NameMatch,
     *,
     strict: bool,
@@ -254,7 +256,7 @@ def _refuse(
 
 
 def _differences(
-    weights: Mapping[str, Weight], source: Source, fit: _NameMatch
+    weights: Mapping[str, Weight], source: TensorSource, fit: _NameMatch
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """Shapes and dtypes that differ, as text; dtypes with their names."""
     shapes: list[str] = []
@@ -278,7 +280,9 @@ def _differences(
     return shapes, dtypes
 
 
-def _conflicting_ties(weights: Mapping[str, Weight], source: Source, fit: _NameMatch) -> list[str]:
+def _conflicting_ties(
+    weights: Mapping[str, Weight], source: TensorSource, fit: _NameMatch
+) -> list[str]:
     """Pairs of names that are tied in the model and have different values in the source."""
     conflicts: list[str] = []
     for name, first, other in fit.doubles:
@@ -298,7 +302,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat
 
 
-def _materialise(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
+def _materialize(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
     """Allocate the tensors on the meta device that will be loaded.
 
     Each stays the same object, so that tied names and optimizers keep referring to it.
@@ -317,7 +321,7 @@ def _materialise(module: nn.Module, tensors: Iterable[Tensor], device: torch.dev
 def _fill(
     module: nn.Module,
     weights: Mapping[str, Weight],
-    source: Source,
+    source: TensorSource,
     pairs: Mapping[str, str],
     ranks: DistContext | None,
 ) -> None:
@@ -341,7 +345,7 @@ def _fill(
 
 
 def _read_by_all(
-    source: Source, name: str, ranks: DistContext | None
+    source: TensorSource, name: str, ranks: DistContext | None
 ) -> Callable[[TensorIndex | None], Tensor]:
     """A function that reads a tensor, and raises on every rank if a rank fails to read it."""
 

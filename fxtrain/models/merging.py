@@ -19,13 +19,13 @@ from fxtrain.checkpoint.storage import LocalStorage, Storage
 from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import (
     commit,
-    split,
+    split_into_files,
     staging,
     write_index,
 )
 from fxtrain.models.safetensors_files import writing
 from fxtrain.models.stored_layers import saved_layers
-from fxtrain.models.tensor_sources import Source, WeightSource, read_hull
+from fxtrain.models.tensor_sources import TensorSource, WeightSource, read_hull
 from fxtrain.ops.tensor_bytes import DTYPES
 from fxtrain.state import FileTensor, TensorIndex
 
@@ -80,12 +80,12 @@ def merge(
                 )
         if described := [name for name, layer in source.layers.items() if layer.facts]:
             raise CheckpointError(
-                f"{source.what} cannot be merged: files of quantised layers, such as "
+                f"{source.what} cannot be merged: files of quantized layers, such as "
                 f"{described[0]}, are written from a model. Load the checkpoint into one: "
                 f"fx.load_model(fx.checkpoint.saved_weights(...), net), and use fx.export(net, "
                 f"folder)."
             )
-        files = split(list(source.entries.values()), limit, source.others)
+        files = split_into_files(list(source.entries.values()), limit, source.others)
         try:
             with staging(target) as fresh:
                 for file in files:
@@ -139,7 +139,7 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
 
 
 @contextmanager
-def _open(storage: Storage, manifest: Manifest, model: str) -> Iterator[Source]:
+def _open(storage: Storage, manifest: Manifest, model: str) -> Iterator[TensorSource]:
     """The tensors of a model in a checkpoint."""
     prefix = f"{model}/module."
     entries: dict[str, FileTensor] = {}
@@ -169,7 +169,7 @@ def _open(storage: Storage, manifest: Manifest, model: str) -> Iterator[Source]:
             )
 
         layers, metadata = saved_layers(str(storage), entries, manifest.models[model])
-        yield Source(
+        yield TensorSource(
             what=str(storage), entries=entries, others=others, read=read, metadata=metadata,
             layers=layers,
         )  # fmt: skip

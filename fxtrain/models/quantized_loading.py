@@ -1,4 +1,4 @@
-"""Quantised layers while a model is loaded: those of the source, and those to make."""
+"""Quantized layers while a model is loaded: those of the source, and those to make."""
 
 import contextlib
 import os
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from fxtrain._reading import read_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
-from fxtrain.models.safetensors_files import parse_json
+from fxtrain.models.safetensors_files import parse_json_object
 from fxtrain.models.stored_layers import StoredLayer, record_of, shape_problem
-from fxtrain.models.tensor_sources import Source, WeightSource, open_source
+from fxtrain.models.tensor_sources import TensorSource, WeightSource, open_source
 from fxtrain.precision.library import linear_like
 from fxtrain.precision.quantizing import (
     converted_to_fp32,
     difference,
-    format_of,
     is_quantized,
     library_of,
     planned_layers,
     put_layers,
     quantized_layers,
+    weight_format,
 )
 from fxtrain.state import FileTensor, Quantize, TensorIndex, Wrapped
 
@@ -35,17 +35,17 @@ _LARGEST_CONFIG = 10_000_000  # bytes
 
 def prepare_layers(
     source: Any,
-    opened: Source,
+    opened: TensorSource,
     model: Any,
     module: nn.Module,
     record: Quantize | None,
     device: torch.device,
     undo: contextlib.ExitStack,
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """Make a model ready for the quantised layers of a source, or for being quantised.
+    """Make a model ready for the quantized layers of a source, or for being quantized.
 
-    Layers that are quantised in the source are replaced by such layers without values; `undo` gets
-    the functions that restore the model. Returns the layers to quantise once their weights are
+    Layers that are quantized in the source are replaced by such layers without values; `undo` gets
+    the functions that restore the model. Returns the layers to quantize once their weights are
     read, by the names of these weights; and the names of tensors that are converted to fp32.
     """
     if is_quantized(module):
@@ -55,7 +55,7 @@ def prepare_layers(
         return {}, frozenset()
     if isinstance(model, Wrapped):
         raise CheckpointError(
-            "load_model: layers can be quantised before fx.wrap only, and this model is wrapped. "
+            "load_model: layers can be quantized before fx.wrap only, and this model is wrapped. "
             "Load into the module first, and wrap it then."
         )
     weights: dict[str, str] = {}
@@ -73,13 +73,13 @@ def prepare_layers(
 
 
 def quantized_while_read(
-    opened: Source,
+    opened: TensorSource,
     module: nn.Module,
     record: Quantize,
     layers: Mapping[str, str],
     device: torch.device,
 ) -> dict[str, nn.Module]:
-    """Layers that are quantised as their weights are read, one by one, from these names."""
+    """Layers that are quantized as their weights are read, one by one, from these names."""
     library, layers_read = library_of(record), dict[str, nn.Module]()
     for name, stored in layers.items():
         part = module.get_submodule(name)
@@ -89,12 +89,12 @@ def quantized_while_read(
     return layers_read
 
 
-def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module) -> None:
-    """The tensors of quantised layers are loaded like others; all that remains is to check."""
+def _check_quantized(opened: TensorSource, record: Quantize | None, module: nn.Module) -> None:
+    """The tensors of quantized layers are loaded like others; all that remains is to check."""
     if record is not None:
         raise CheckpointError(
-            "load_model(quantize=...): the model is quantised already. Leave quantize out, or pass "
-            "the unquantised model."
+            "load_model(quantize=...): the model is quantized already. Leave quantize out, or pass "
+            "the unquantized model."
         )
     for name, part, library in quantized_layers(module):
         stored, facts = opened.layers.get(name), library.facts(part)
@@ -104,18 +104,18 @@ def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module)
             same and all(told.get(key, facts[key]) == facts[key] for key in facts)
         ):
             continue
-        what = "not quantised" if stored is None else f"of another format of {stored.library.name}"
-        form = format_of(part, library)
+        what = "not quantized" if stored is None else f"of another format of {stored.library.name}"
+        form = weight_format(part, library)
         raise CheckpointError(
-            f"load_model: {name} is quantised as {form} in the model, and {what} in the source. "
-            f"Load into the unquantised model, with quantize=... to quantise it."
+            f"load_model: {name} is quantized as {form} in the model, and {what} in the source. "
+            f"Load into the unquantized model, with quantize=... to quantize it."
         )
 
 
 def put_stored_layers(
-    source: Any, opened: Source, module: nn.Module, record: Quantize | None = None
+    source: Any, opened: TensorSource, module: nn.Module, record: Quantize | None = None
 ) -> Callable[[], None]:
-    """Replace layers that are quantised in a source by ones on the meta device; returns the undo.
+    """Replace layers that are quantized in a source by ones on the meta device; returns the undo.
 
     `source` is the path that was opened; a config.json beside it is read.
     """
@@ -128,7 +128,7 @@ def put_stored_layers(
         if type(part) is not nn.Linear:
             what = "does not have" if part is None else f"has as a {type(part).__name__}"
             raise CheckpointError(
-                f"load_model: {opened.what} has the quantised layer {name}, which the model "
+                f"load_model: {opened.what} has the quantized layer {name}, which the model "
                 f"{what}; an nn.Linear is needed." + _CONV1D * (type(part).__name__ == "Conv1D")
             )
         tensors: dict[str, Tensor] = {}
@@ -139,24 +139,24 @@ def put_stored_layers(
         if record is not None and (other := difference(replacements[name], stored.library, record)):
             raise CheckpointError(
                 f"load_model(quantize=fx.{type(record).__name__}(...)): asked for {other[0]}, but "
-                f"{name} is quantised already in the source, with {other[1]}. Leave quantize out, "
-                f"or load the unquantised model."
+                f"{name} is quantized already in the source, with {other[1]}. Leave quantize out, "
+                f"or load the unquantized model."
             )
     return put_layers(module, replacements)
 
 
 def quantized_source(source: Any, module: nn.Module, record: Quantize) -> WeightSource:
-    """A source whose weights are quantised as the module's, as they are read, layer by layer."""
+    """A source whose weights are quantized as the module's, as they are read, layer by layer."""
 
     @contextlib.contextmanager
-    def open_quantizing() -> Iterator[Source]:
+    def open_quantizing() -> Iterator[TensorSource]:
         with open_source(source) as opened:
             yield opened if opened.layers else _quantizing(opened, module, record)
 
     return WeightSource(what=str(source), open=open_quantizing)
 
 
-def _quantizing(opened: Source, module: nn.Module, record: Quantize) -> Source:
+def _quantizing(opened: TensorSource, module: nn.Module, record: Quantize) -> TensorSource:
     library = library_of(record)
     parts = {name: part for name, part, _ in quantized_layers(module)}
     owners: dict[str, tuple[str, str]] = {}
@@ -209,18 +209,18 @@ def _built(
         raise
     except Exception as error:  # the library reads the description, and raises anything
         raise CheckpointError(
-            f"load_model: in {what}, the description of the quantised layer {name} is damaged: "
+            f"load_model: in {what}, the description of the quantized layer {name} is damaged: "
             f"{type(error).__name__}: {str(error)[:200]}.",
             code="FX602",
         ) from error
     if shape != wanted:
         raise CheckpointError(
-            f"load_model: the quantised layer {name} is {shown(list(shape))} in {what}, and "
+            f"load_model: the quantized layer {name} is {shown(list(shape))} in {what}, and "
             f"{list(wanted)} in the model."
         )
     if problem is not None:
         raise CheckpointError(
-            f"load_model: in {what}, the quantised layer {name} is damaged: {problem}. Export or "
+            f"load_model: in {what}, the quantized layer {name} is damaged: {problem}. Export or "
             f"download the model again.",
             code="FX602",
         )
@@ -235,5 +235,5 @@ def _config_of(source: Any) -> Mapping[str, Any]:
     path = (path if path.is_dir() else path.parent) / "config.json"
     if not path.is_file():
         return {}
-    config = parse_json(read_file(path, _LARGEST_CONFIG), path).get("quantization_config")
+    config = parse_json_object(read_file(path, _LARGEST_CONFIG), path).get("quantization_config")
     return config if isinstance(config, dict) else {}

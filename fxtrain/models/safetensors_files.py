@@ -35,7 +35,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             raw = file.read(length) if length <= min(size, _MAX_BYTES) else b""
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
-    table = parse_json(raw, path)
+    table = parse_json_object(raw, path)
     metadata = table.pop(METADATA, {})
     entries: dict[str, FileTensor] = {}
     stop = 0  # from the end of the header
@@ -91,7 +91,7 @@ def writing(
         os.fsync(file.fileno())
 
 
-def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
+def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON object from a file; a repeated key is an error."""
     try:
         table = parse(raw)

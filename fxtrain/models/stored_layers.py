@@ -1,4 +1,4 @@
-"""Quantised layers in files: how bitsandbytes and torchao write them, read, checked and written.
+"""Quantized layers in files: how bitsandbytes and torchao write them, read, checked and written.
 
 Files are those of the libraries, so that transformers reads them too. bitsandbytes stores a small
 JSON text beside the tensors of a four-bit layer; torchao stores one in the file's metadata.
@@ -34,7 +34,7 @@ _SUMMARY_KEYS = ("quant_type", "blocksize", "shape", "dtype")
 
 @attrs.frozen(kw_only=True, eq=False)
 class StoredLayer:
-    """A quantised layer in a source."""
+    """A quantized layer in a source."""
 
     library: Library
     keys: tuple[str, ...]  # names of its tensors below the layer's
@@ -49,7 +49,7 @@ def stored_layers(
     metadata: Mapping[str, str],
     read: Callable[[str], Tensor],
 ) -> dict[str, StoredLayer]:
-    """The quantised layers among the tensors of a source."""
+    """The quantized layers among the tensors of a source."""
     layers: dict[str, StoredLayer] = {}
     for name, entry in entries.items():
         layer, mark, _ = name.partition(_SUMMARY)
@@ -69,7 +69,7 @@ def stored_layers(
 def saved_layers(
     what: str, entries: Mapping[str, FileTensor], saved: Any
 ) -> tuple[dict[str, StoredLayer], dict[str, str]]:
-    """The quantised layers of a model in a checkpoint, and metadata as those of a model file.
+    """The quantized layers of a model in a checkpoint, and metadata as those of a model file.
 
     `saved` has the plan of the model, and its values beside tensors.
     """
@@ -85,7 +85,7 @@ def saved_layers(
                 layers[layer] = StoredLayer(library=library, keys=keys, facts=facts)
         record = saved["plan"].get("quantize")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(what, "its description of quantised weights", error) from error
+        raise _damaged(what, "its description of quantized weights", error) from error
     return layers, {DESCRIPTION: json.dumps(record)} if record else {}
 
 
@@ -108,12 +108,12 @@ def record_of(
             words = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
             return Bnb4(compute=words[config["bnb_4bit_compute_dtype"]])  # type: ignore[arg-type]
     except (ValueError, KeyError, TypeError, FxError) as error:
-        raise _damaged(what, "its description of quantised weights", error) from error
+        raise _damaged(what, "its description of quantized weights", error) from error
     return None
 
 
 def file_weights(module: nn.Module, weights: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The tensors of a model as the libraries of its quantised layers write them."""
+    """The tensors of a model as the libraries of its quantized layers write them."""
     tensors = dict(weights)
     for name, part, library in quantized_layers(module):
         prefix = f"{name}." if name else ""
@@ -132,7 +132,7 @@ def file_weights(module: nn.Module, weights: Mapping[str, Weight]) -> dict[str, 
 
 
 def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """What the files of a model with quantised layers say beside tensors."""
+    """What the files of a model with quantized layers say beside tensors."""
     layers = list(quantized_layers(module))
     if not layers:
         return {}

@@ -18,7 +18,7 @@ from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.models.gguf_files import read_gguf
 from fxtrain.models.pickles import load_weights_only
-from fxtrain.models.safetensors_files import parse_json, read_header
+from fxtrain.models.safetensors_files import parse_json_object, read_header
 from fxtrain.models.stored_layers import StoredLayer, stored_layers
 from fxtrain.ops.whole_tensors import full_values
 from fxtrain.state import FileTensor, TensorIndex
@@ -33,7 +33,7 @@ Read = Callable[[str, TensorIndex | None], Tensor]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Source:
+class TensorSource:
     """Tensors that can be read by name, in full or in part."""
 
     what: str  # for messages
@@ -41,7 +41,7 @@ class Source:
     others: Mapping[str, str]  # additional names, each with the name in `entries`
     read: Read  # (name, part) → values, on any device; valid while the source is open
     metadata: Mapping[str, str] = attrs.Factory(dict)  # of the files, in any form
-    layers: Mapping[str, StoredLayer] = attrs.Factory(dict)  # those that are quantised
+    layers: Mapping[str, StoredLayer] = attrs.Factory(dict)  # those that are quantized
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -54,11 +54,11 @@ class WeightSource:
     """
 
     what: str
-    open: Callable[[], contextlib.AbstractContextManager[Source]] = attrs.field(repr=False)
+    open: Callable[[], contextlib.AbstractContextManager[TensorSource]] = attrs.field(repr=False)
 
 
 @contextlib.contextmanager
-def open_source(source: Any) -> Iterator[Source]:
+def open_source(source: Any) -> Iterator[TensorSource]:
     """Open a file, an index, a folder, a mapping of tensors or a `WeightSource`."""
     if isinstance(source, Mapping):
         yield with_layers(_of_tensors(dict(source), "the state dict"))
@@ -89,7 +89,9 @@ def open_source(source: Any) -> Iterator[Source]:
         yield with_layers(_join(str(source), opened))
 
 
-def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | None) -> Source:
+def renamed(
+    source: TensorSource, prefix: str, rename: Callable[[str], str | None] | None
+) -> TensorSource:
     """The tensors of a source under the model's names for them.
 
     Only names with the prefix are kept, without it. `rename` may return None to skip a tensor. Two
@@ -115,7 +117,7 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
             before[now] = name
     after = {name: now for now, name in before.items()}
     others = {new(name): after[stored] for name, stored in source.others.items() if stored in after}
-    return Source(
+    return TensorSource(
         what=source.what,
         entries={now: source.entries[name] for now, name in before.items()},
         others={now: stored for now, stored in others.items() if now is not None},
@@ -125,7 +127,7 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
     )
 
 
-def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, StoredLayer]:
+def _renamed_layers(source: TensorSource, after: Mapping[str, str]) -> dict[str, StoredLayer]:
     layers: dict[str, StoredLayer] = {}
     for layer, stored in source.layers.items():
         names = {key: after.get(f"{layer}.{key}") for key in stored.keys}
@@ -133,15 +135,15 @@ def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, Store
         if any(names.values()):
             if len(new) > 1 or not all(name and name.endswith(key) for key, name in names.items()):
                 raise CheckpointError(
-                    f"load_model: rename gives the tensors of the quantised layer {layer!r} names "
+                    f"load_model: rename gives the tensors of the quantized layer {layer!r} names "
                     f"that do not belong together. Rename all of them alike."
                 )
             layers[new.pop()] = stored
     return layers
 
 
-def with_layers(source: Source) -> Source:
-    """The same source with its quantised layers found, and their values as tensors only."""
+def with_layers(source: TensorSource) -> TensorSource:
+    """The same source with its quantized layers found, and their values as tensors only."""
     found = stored_layers(
         source.what, source.entries, source.metadata, lambda name: source.read(name, None)
     )
@@ -198,7 +200,7 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
         raw = read_file(path, LARGEST_INDEX)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
-    index = parse_json(raw, path)
+    index = parse_json_object(raw, path)
     table = index.get("weight_map", index)
     if not isinstance(table, dict) or {type(name) for name in table.values()} != {str}:
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
@@ -232,7 +234,7 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack) -> Source:
+def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack) -> TensorSource:
     """Open one file; of an indexed file, expose only the tensors that the index lists."""
     if path.suffix == ".safetensors":
         file = _of_safetensors(path, stack)
@@ -244,7 +246,7 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
         file = _of_tensors(dict(contents), str(path))
     elif path.suffix == ".gguf":
         entries, values = read_gguf(path)
-        file = Source(what=str(path), entries=entries, others={}, read=_read_whole(values))
+        file = TensorSource(what=str(path), entries=entries, others={}, read=_read_whole(values))
     else:
         raise CheckpointError(
             f"{path} has an unknown suffix. Pass a model file ({', '.join(_MODEL_SUFFIXES)}) or "
@@ -261,7 +263,7 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
     return attrs.evolve(file, entries={name: file.entries[name] for name in names})
 
 
-def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
+def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> TensorSource:
     entries, metadata = read_header(path)
 
     @functools.cache  # mapped when the first value is needed
@@ -280,7 +282,9 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
             return full if part is None else _select(full, part)
         return read_hull(part, entry.dtype, lambda hull: opened().get_slice(name)[hull])
 
-    return Source(what=str(path), entries=entries, others=metadata, read=read, metadata=metadata)
+    return TensorSource(
+        what=str(path), entries=entries, others=metadata, read=read, metadata=metadata
+    )
 
 
 def _read_whole(values: Callable[[str], Tensor]) -> Read:
@@ -288,7 +292,7 @@ def _read_whole(values: Callable[[str], Tensor]) -> Read:
     return lambda name, part: values(name) if part is None else _select(values(name), part)
 
 
-def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
+def _of_tensors(tensors: dict[Any, Any], what: str) -> TensorSource:
     strange = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if strange or not all(isinstance(name, str) for name in tensors):
         names = ", ".join(shown(name) for name in (strange or list(tensors))[:5])
@@ -302,10 +306,10 @@ def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
         for name, tensor in tensors.items()
     }
     read = _read_whole(lambda name: full_values(tensors[name]))
-    return Source(what=what, entries=entries, others={}, read=read)
+    return TensorSource(what=what, entries=entries, others={}, read=read)
 
 
-def _join(what: str, files: list[Source]) -> Source:
+def _join(what: str, files: list[TensorSource]) -> TensorSource:
     homes = {name: file for file in files for name in file.entries}
     # A file's metadata may contain more than names of tensors.
     others = {
@@ -314,7 +318,7 @@ def _join(what: str, files: list[Source]) -> Source:
         for name, stored in file.others.items()
         if stored in file.entries and name not in homes
     }
-    return Source(
+    return TensorSource(
         what=what,
         entries={name: file.entries[name] for name, file in homes.items()},
         others=others,

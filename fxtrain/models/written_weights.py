@@ -56,7 +56,7 @@ def ignored_names(module: nn.Module) -> set[str]:
     }
 
 
-def problems_of(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:
+def write_problems(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:
     """Reasons why tensors cannot be written, one line each."""
     return [
         f"{name} is {why}" for name, weight in weights.items() if (why := _problem(weight, allowed))

@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 from fxtrain import _tree
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
-from fxtrain.ops.transport.device_groups import can_defer, on_device
+from fxtrain.ops.transport.device_groups import can_defer, run_on_device_group
 from fxtrain.ops.transport.exchange import (
     EMPTY,
     Call,
     capacity,
-    compare,
+    compare_calls,
     exchange_payloads,
     exchange_rows,
     rank_loss_guard,
@@ -27,12 +27,12 @@ from fxtrain.ops.transport.mismatches import check_source_rank
 from fxtrain.ops.transport.packing import (
     Packed,
     byte_size,
+    call_signature,
     combinable,
     from_bytes,
     octets,
     pack,
     packed_leaves,
-    signature,
     split_rows,
     to_bytes,
     unpack_ranks,
@@ -124,7 +124,7 @@ def gather_packed(
     Ranks compare the name of the call, and its other arguments as text.
     """
     others = dump(list(packed.others.values()), ctx) if packed.others else None
-    call = (name, signature(packed, arguments))
+    call = (name, call_signature(packed, arguments))
     joined, rest = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):
@@ -175,13 +175,13 @@ def reduce(
     text = ", ".join([canonical_text(value) for value in others])
     extra = " ".join(part for part in (op, text) if part)
     tensors = list(packed.tensors.values())
-    call = ("reduce", signature(packed, extra))
+    call = ("reduce", call_signature(packed, extra))
     if _fits_in_packet(ctx, tensors):
         stacked, _ = _gather_leaves(ctx, call, packed, None)
         _check_reducible(tensors, op, others)
         done = [_fold(rows, op) for rows in stacked]
     else:
-        compare(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
+        compare_calls(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
         _check_reducible(tensors, op, others)
 
         def combine(piece: list[Tensor], group: Any) -> Tensor:
@@ -227,7 +227,7 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
     """As `broadcast`, for a packed tree; `name` is that of the call, equal on every rank."""
     tensors = list(packed.tensors.values())
     check_source_rank(name, src, ctx)
-    call = (name, signature(packed, f"src={src}"))
+    call = (name, call_signature(packed, f"src={src}"))
     # A simulated world has only this rank's values.
     sends = ctx.rank == src or ctx.comm.simulated
     blob = dump(list(packed.others.values()), ctx) if sends and packed.others else EMPTY
@@ -270,7 +270,7 @@ def _gather_leaves(
             blobs = [row[flat.numel() : size] for row, size in zip(rows, sizes, strict=True)]
     else:
         if others is None:
-            compare(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
+            compare_calls(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
         else:
             blobs = exchange_payloads(ctx, call, others)
 
@@ -315,7 +315,7 @@ def in_pieces(
             if piece[0].is_cpu:
                 rows = run(piece, ctx.comm.control)
             else:
-                rows = on_device(ctx, partial(run, piece))
+                rows = run_on_device_group(ctx, partial(run, piece))
         out |= zip(places, split_rows(rows, piece, joined=joined), strict=True)
     return [out[place] for place in range(len(tensors))]
 
@@ -400,7 +400,7 @@ class _Gathered(torch.autograd.Function):
             if grad.is_cpu:
                 _reduce_scatter(received, sent, group=ctx.comm.control)
             else:
-                on_device(ctx, lambda group: _reduce_scatter(received, sent, group=group))
+                run_on_device_group(ctx, lambda group: _reduce_scatter(received, sent, group=group))
         return mine, None
 
 

@@ -146,12 +146,12 @@ class Preemption:
     Attributes:
         ctx: The ranks that stop together.
         every: Updates between two checks.
-        signalled: Whether this rank has received a signal; ranks may differ, unlike in `due`.
+        signaled: Whether this rank has received a signal; ranks may differ, unlike in `due`.
     """
 
     ctx: DistContext = attrs.field(repr=False, on_setattr=attrs.setters.frozen)
     every: int = attrs.field(default=1, on_setattr=attrs.setters.frozen)
-    signalled: bool = attrs.field(default=False, init=False)
+    signaled: bool = attrs.field(default=False, init=False)
     _agreed: bool = attrs.field(default=False, init=False, repr=False)
 
     def due(self, position: Position) -> bool:
@@ -171,7 +171,7 @@ class Preemption:
             return True
         if position.micro or (position.updates % self.every and not position.is_last):
             return False
-        self._agreed = any_rank(self.signalled, self.ctx)
+        self._agreed = any_rank(self.signaled, self.ctx)
         return self._agreed
 
 
@@ -217,7 +217,7 @@ def preemption(
     notice = Preemption(ctx=ctx, every=every)
 
     def record(number: int, frame: Any) -> None:
-        notice.signalled = True
+        notice.signaled = True
 
     earlier = {number: signal.signal(number, record) for number in numbers}
     try:

@@ -137,7 +137,7 @@ def device_random_state(ctx: DistContext) -> Tensor | None:
     if ctx.device.type in ("cpu", "meta"):
         return None
     if ctx.device.type == "xla":
-        state = _extensions.xla_runtime.random_state(ctx)
+        state = _extensions.xla_runtime.xla_random_state(ctx)
         signed = state - (1 << 64) if state >> 63 else state  # the same 64 bits
         return torch.tensor(signed, device="cpu")
     return torch.get_device_module(ctx.device).get_rng_state(ctx.device).cpu()
@@ -150,7 +150,7 @@ def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
     """
     if ctx.device.type == "xla":
         if state.dtype == torch.int64:
-            _extensions.xla_runtime.seed(int(state) % (1 << 64), ctx)
+            _extensions.xla_runtime.seed_device(int(state) % (1 << 64), ctx)
     elif ctx.device.type not in ("cpu", "meta") and state.dtype == torch.uint8:
         torch.get_device_module(ctx.device).set_rng_state(state, ctx.device)
 
@@ -168,7 +168,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     Args:
         value: The seed of the run, 0 to 2**63 - 1.
         per_rank: Use a different seed on each rank, for example for dropout or augmentation; by
-            default all ranks use the same, for example to initialise a model.
+            default all ranks use the same, for example to initialize a model.
 
     Returns:
         The seed that this rank used.
@@ -191,7 +191,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     torch.manual_seed(mine)
     seed_host(mine)
     if ctx.device.type == "xla":
-        _extensions.xla_runtime.seed(mine, ctx)
+        _extensions.xla_runtime.seed_device(mine, ctx)
     return mine
 
 

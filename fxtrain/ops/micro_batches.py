@@ -89,7 +89,7 @@ def count_micro_batch(batch: Batch, model: Wrapped) -> None:
     window = model.window
     window.closes = closes_window(batch, model)
     if not window.closes or window.micro:  # else the window is this batch
-        weighting.count(batch, model)
+        weighting.count_rows(batch, model)
 
 
 def run_micro_batch(
@@ -118,7 +118,7 @@ def run_micro_batch(
         last = batch.position.is_last and plan.flush
         window.closes = last or window.micro + 1 >= plan.accumulate
         if not window.closes or window.micro:  # else the window is this batch
-            weighting.count(batch, model)
+            weighting.count_rows(batch, model)
     reduce, running = window.closes or plan.sync_each, model
     status.unreduced = not reduce and status.block is None
     if status.block is not None:

@@ -8,7 +8,7 @@ from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.collectives import broadcast_packed, gather_packed
-from fxtrain.ops.transport.exchange import EMPTY, compare, exchange_payloads
+from fxtrain.ops.transport.exchange import EMPTY, compare_calls, exchange_payloads
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
@@ -110,7 +110,7 @@ def agree(value: T, ctx: DistContext, name: str = "value") -> T:
     """
     check_connected("agree", ctx)
     if ctx.world_size > 1:
-        compare(ctx, ("agree", f"{name}={canonical_text(value)}"))
+        compare_calls(ctx, ("agree", f"{name}={canonical_text(value)}"))
     return value
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxtrain import _tree
-from fxtrain._display import counted, describe
+from fxtrain._display import brief, counted
 from fxtrain.errors import DataError
 from fxtrain.ops.collectives import gather_packed
 from fxtrain.ops.same_errors import raise_together
@@ -35,12 +35,12 @@ class Padded(Generic[T]):
         data: The padded tree.
         lengths: For each tensor leaf, its length on each rank before padding; equal on every
             rank.
-        heads: First size of each padded tensor leaf, by which `unpad` recognises a gather.
+        heads: First size of each padded tensor leaf, by which `unpad` recognizes a gather.
         dim: The dimension that was padded.
         first: Whether the padding is at its beginning.
     """
 
-    data: T = attrs.field(repr=describe)
+    data: T = attrs.field(repr=brief)
     lengths: tuple[tuple[int, ...], ...] = attrs.field(metadata=_STATIC)
     heads: tuple[int, ...] = attrs.field(metadata=_STATIC)
     dim: int = attrs.field(metadata=_STATIC)

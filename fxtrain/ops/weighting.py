@@ -83,7 +83,7 @@ def ranks_of_update(model: Wrapped) -> DistContext:
     return model.ctx.axis("loss") if replica is None else replica.within
 
 
-def count(batch: Batch, model: Wrapped) -> None:
+def count_rows(batch: Batch, model: Wrapped) -> None:
     """Add a micro-batch's rows to the model's window.
 
     A full window is expected to have as many rows in each micro-batch as this one has on the ranks

@@ -1,3 +1,3 @@
-"""Quantised weights, and linear layers that compute in float8."""
+"""Quantized weights, and linear layers that compute in float8."""
 
 __all__: list[str] = []

@@ -48,7 +48,7 @@ def _with_bias(layer: nn.Module, like: nn.Linear) -> nn.Module:
 
 
 def state_of4(part: Any) -> Any:
-    """How the weight is packed in files; None before it is quantised.
+    """How the weight is packed in files; None before it is quantized.
 
     Moving a module in a dry run replaces parameters without their attributes.
     """
@@ -126,12 +126,12 @@ def _of_state(state: Any) -> dict[str, Tensor]:
 def _tensors4(part: Any) -> dict[str, Tensor]:
     weight: Any = part.weight
     state = state_of4(part)
-    # Unpacking leaves scales that are not quantised in the order (blocks of a row, rows).
+    # Unpacking leaves scales that are not quantized in the order (blocks of a row, rows).
     unpacked = not state.nested and state.absmax.ndim == 2 and len(state.absmax) > 1
     if unpacked or getattr(state, "packing_format_for_cpu", False):
         raise CheckpointError(
             "bitsandbytes packed the weights of this model for the CPU in an evaluation, which "
-            "loses bits. Quantise with fx.load_model(..., quantize=fx.Bnb4()), whose layers "
+            "loses bits. Quantize with fx.load_model(..., quantize=fx.Bnb4()), whose layers "
             "stay as they are, or use the model before its first evaluation."
         )
     return {"weight": _plain(weight), **_of_state(state)}

@@ -1,4 +1,4 @@
-"""What a library of quantised layers has to do, as a record of functions."""
+"""What a library of quantized layers has to do, as a record of functions."""
 
 import contextlib
 import logging
@@ -17,17 +17,17 @@ Tensors = Mapping[str, Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Library:
-    """How one library holds quantised weights.
+    """How one library holds quantized weights.
 
     Attributes:
         name: Its package.
-        owns: (module) → whether this is a layer of it that is quantised.
+        owns: (module) → whether this is a layer of it that is quantized.
         check: (record, device) → why the device cannot compute in a format, or None.
         quantize: (layer, record) → a new layer, on the device of the old one; also on meta.
         tensors: (layer) → the live tensors of its weight.
         put: (layer, tensors) → None: replaces them by others, on any device.
         facts: (layer) → settings of its weight that a file stores beside the tensors.
-        build: (layer, tensors, facts, record) → a quantised layer for a plain one.
+        build: (layer, tensors, facts, record) → a quantized layer for a plain one.
         settings: (layer) → the fields of a record that it tells, with its kind.
         split: (layer, device) → None: makes its weight a plain parameter, whose rows can be split
             over ranks, and moves its other tensors to the device. None if the library cannot

@@ -52,7 +52,7 @@ def is_packed(value: Any) -> bool:
     return _CLASSES.get(type(value).__name__) == type(value).__module__
 
 
-def pack_state(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack_value(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors inside a state, live, and what else describes it, as plain values."""
     sharded = isinstance(value, DTensor)
     local: Any = value._local_tensor if sharded else value
@@ -114,13 +114,13 @@ def _over_ranks(local: Tensor, like: DTensor) -> Tensor:
     )
 
 
-def unpack_state(
+def unpack_value(
     facts: Mapping[str, Any], read: Callable[[str], Tensor], parameter: Tensor | None = None
 ) -> Tensor:
     """A state from the values of a checkpoint.
 
     Args:
-        facts: What `pack` returned beside the tensors.
+        facts: What `pack_value` returned beside the tensors.
         read: (name) → the full tensor of that name, or one sharded as the parameter.
         parameter: Whose state it is.
 

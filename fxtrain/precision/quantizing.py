@@ -1,4 +1,4 @@
-"""Quantised layers of a model: found, made and undone, and their tensors by name."""
+"""Quantized layers of a model: found, made and undone, and their tensors by name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,14 +30,14 @@ _BY_RECORD: dict[type, Library] = {Bnb4: BNB4, Bnb8: BNB8, Torchao: TORCHAO}
 
 
 def library_of(record: Quantize) -> Library:
-    """The library that quantises as a record says."""
+    """The library that quantizes as a record says."""
     return _BY_RECORD[type(record)]
 
 
 def quantized_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Library]]:
-    """The quantised layers of a model by name, each with its library.
+    """The quantized layers of a model by name, each with its library.
 
-    Layers are known by their classes and tensors, so that models that another program quantised
+    Layers are known by their classes and tensors, so that models that another program quantized
     are included. No library is imported.
     """
     for name, part in module.named_modules():
@@ -50,18 +50,18 @@ def _owner(part: nn.Module) -> Library | None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether a model has a quantised layer."""
+    """Whether a model has a quantized layer."""
     return next(quantized_layers(module), None) is not None
 
 
 def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model that are not those of quantised weights."""
+    """The parameters of a model that are not those of quantized weights."""
     hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
     return [parameter for parameter in module.parameters() if id(parameter) not in hidden]
 
 
 def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The live tensors of all quantised weights, by name."""
+    """The live tensors of all quantized weights, by name."""
     return {
         _join(name, key): tensor
         for name, part, library in quantized_layers(module)
@@ -70,21 +70,21 @@ def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Format and settings of each quantised weight, beside its tensors, by layer."""
+    """Format and settings of each quantized weight, beside its tensors, by layer."""
     return {
-        name: {"format": format_of(part, library), **library.facts(part)}
+        name: {"format": weight_format(part, library), **library.facts(part)}
         for name, part, library in quantized_layers(module)
     }
 
 
-def format_of(part: nn.Module, library: Library) -> str:
-    """Library and format of a quantised layer, as text."""
+def weight_format(part: nn.Module, library: Library) -> str:
+    """Library and format of a quantized layer, as text."""
     fields = library.settings(part)
     return f"{library.name} {fields.get('weights') or fields.get('quant_type', 'int8')}"
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Any]:
-    """The state dict of a model, with plain, live tensors for quantised weights."""
+    """The state dict of a model, with plain, live tensors for quantized weights."""
     stored: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     for name, part, library in quantized_layers(module):
         bias, prefix = _join(name, "bias"), _join(name, "")
@@ -95,7 +95,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def allocate(module: nn.Module, device: torch.device, *, memory: bool = True) -> Callable[[], None]:
-    """Move quantised weights from the meta device to another, without values; returns the undo.
+    """Move quantized weights from the meta device to another, without values; returns the undo.
 
     `memory=False` gives them none, for a strategy that allocates their tensors one by one.
     """
@@ -124,7 +124,7 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 
 def live_tensors(part: nn.Module) -> dict[str, Tensor]:
-    """The tensor objects of a quantised weight, whose `.data` a strategy may replace.
+    """The tensor objects of a quantized weight, whose `.data` a strategy may replace.
 
     None of any other module.
     """
@@ -142,9 +142,9 @@ def _join(name: str, key: str) -> str:
 def planned_layers(
     module: nn.Module, record: Quantize, device: torch.device, *, trains: bool
 ) -> tuple[str, ...]:
-    """Names of the layers that a record quantises; none in a model that has its format already.
+    """Names of the layers that a record quantizes; none in a model that has its format already.
 
-    A PlanError if the model is quantised in another way, the device cannot compute in this one, it
+    A PlanError if the model is quantized in another way, the device cannot compute in this one, it
     has no gradient for what is to be trained, or a layer does not fit it. Imports the library.
     """
     problem = library_of(record).check(record, device)
@@ -159,12 +159,12 @@ def planned_layers(
 
 
 def _quantized_already(module: nn.Module, record: Quantize) -> bool:
-    """Whether the model is quantised as a record says; an error if it is in another way."""
+    """Whether the model is quantized as a record says; an error if it is in another way."""
     for name, part, library in quantized_layers(module):
         if (other := difference(part, library, record)) is not None:
             raise PlanError(
                 f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {other[0]}, but {name} "
-                f"is quantised already, with {other[1]}. Pass the unquantised model, or change the "
+                f"is quantized already, with {other[1]}. Pass the unquantized model, or change the "
                 f"plan."
             )
     return is_quantized(module)
@@ -173,7 +173,7 @@ def _quantized_already(module: nn.Module, record: Quantize) -> bool:
 def quantize_layers(
     module: nn.Module, record: Quantize, device: torch.device, *, trains: bool = False
 ) -> Callable[[], None]:
-    """Quantise the layers of a model in place, one at a time; returns the undo.
+    """Quantize the layers of a model in place, one at a time; returns the undo.
 
     The new layers are frozen and on the device; on the meta device they have no values, to measure
     them. `trains` skips layers whose weight requires grad. The original layers stay in memory as
@@ -247,7 +247,7 @@ def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]
 
 
 def sharding_problem(module: nn.Module, record: Quantize | None) -> str | None:
-    """Why weights that are or will be quantised cannot be split over ranks; None if they can."""
+    """Why weights that are or will be quantized cannot be split over ranks; None if they can."""
     layers = list(quantized_layers(module))
     libraries = {library for _, _, library in layers}
     if record is not None:
@@ -261,7 +261,7 @@ def sharding_problem(module: nn.Module, record: Quantize | None) -> str | None:
     foreign = [name for name, part, _ in layers if not type(part).__module__.startswith("fxtrain")]
     if foreign:
         return (
-            f"{foreign[0]} was quantised by another library, whose layers expect a weight that "
+            f"{foreign[0]} was quantized by another library, whose layers expect a weight that "
             f"is not split. Load it with fx.load_model(folder, net), where net has plain layers"
         )
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -273,7 +273,7 @@ def sharding_problem(module: nn.Module, record: Quantize | None) -> str | None:
 
 
 def hold_as_parameters(module: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Hold quantised weights as plain parameters of bytes, and their scales on a device.
+    """Hold quantized weights as plain parameters of bytes, and their scales on a device.
 
     torch then splits and gathers the bytes like those of any other parameter, and the layers
     compute with what was gathered. What is returned turns them into parameters of their library
@@ -294,7 +294,7 @@ def hold_as_parameters(module: nn.Module, device: torch.device) -> Callable[[], 
 
 
 def companions(module: nn.Module) -> list[Tensor]:
-    """The scales and tables of quantised weights, which every rank holds in full."""
+    """The scales and tables of quantized weights, which every rank holds in full."""
     return [
         tensor
         for _, part, library in quantized_layers(module)
@@ -323,5 +323,5 @@ def gradient_problem(module: nn.Module) -> str | None:
     """Which layer of a model gives no gradient to what is before it, or None."""
     for name, part, library in quantized_layers(module):
         if _has_no_gradient(fields := library.settings(part)):
-            return f"{name} is quantised with {fields}, which {NO_GRADIENT}"
+            return f"{name} is quantized with {fields}, which {NO_GRADIENT}"
     return None

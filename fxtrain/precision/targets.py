@@ -1,4 +1,4 @@
-"""Which layers of a model a record quantises, and why it skips the others."""
+"""Which layers of a model a record quantizes, and why it skips the others."""
 
 import fnmatch
 from collections import Counter
@@ -24,7 +24,7 @@ _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 def choose_layers(
     module: nn.Module, record: Quantize, *, trains: bool
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The layers of class `nn.Linear` that a record quantises, as `choose_linears`.
+    """The layers of class `nn.Linear` that a record quantizes, as `choose_linears`.
 
     A shape or dtype that does not fit the format is a PlanError.
     """
@@ -154,10 +154,10 @@ def _nothing_left(module: nn.Module, record: Quantize | Recipe, skipped: Mapping
     """Say that no linear layer of a model is left, and what to change."""
     call, verb, advice = f"fx.{type(record).__name__}(...)", "converts", "Try: precision='bf16'."
     if isinstance(record, QUANTIZE):
-        verb, advice = "quantises", "Try: leave quantize out."
+        verb, advice = "quantizes", "Try: leave quantize out."
     if "trained" in skipped.values():
         advice = (
-            "Quantised weights are frozen. Freeze the model with net.requires_grad_(False), and "
+            "Quantized weights are frozen. Freeze the model with net.requires_grad_(False), and "
             "train adapters, or wrap it without an optimizer."
         )
     kind = type(module).__name__
@@ -178,7 +178,7 @@ def _check_dtypes(linears: Mapping[str, Any], record: Quantize) -> None:
     if wrong:
         dtype = str(linears[wrong[0]].weight.dtype).removeprefix("torch.")
         raise PlanError(
-            f"Plan(quantize=fx.{type(record).__name__}(...)) quantises weights in fp32, bf16 or "
+            f"Plan(quantize=fx.{type(record).__name__}(...)) quantizes weights in fp32, bf16 or "
             f"fp16, and {wrong[0]} is {dtype} ({len(wrong)} such layers). Convert the model first: "
             f"net.float(), or skip these layers."
         )

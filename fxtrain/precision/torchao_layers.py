@@ -86,7 +86,7 @@ def _config(record: Record, device: torch.device) -> Any:
 
 
 def torchao_config(part: nn.Module) -> dict[str, Any] | None:
-    """The library's own description of how a layer was quantised, as it writes it into files.
+    """The library's own description of how a layer was quantized, as it writes it into files.
 
     None for formats that it does not write itself, and for scales that are not of whole rows.
     """
@@ -157,7 +157,7 @@ def _facts(part: nn.Module) -> dict[str, Any]:
 def _build(
     like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
 ) -> nn.Module:
-    import_torchao("This file of quantised weights")
+    import_torchao("This file of quantized weights")
     inner = {name.removeprefix("_weight_"): tensor for name, tensor in tensors.items()}
     layer = linear_like(like)
     if facts["_type"] == _OPAQUE:

@@ -26,7 +26,13 @@ from fxtrain.ops.connecting import plan_variables
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.profiling.fake_tensors import FakeValuesMode, is_library
 from fxtrain.profiling.tables import show_mesh
-from fxtrain.profiling.watching import Collective, LoopRecorder, StepsConverged, recording, summary
+from fxtrain.profiling.watching import (
+    LoopRecorder,
+    RecordedCall,
+    StepsConverged,
+    recording,
+    sum_calls,
+)
 from fxtrain.state import DistContext, DryRun, Mesh, Plan, Problem
 from fxtrain.state.dry_runs import PARTS
 from fxtrain.state.files import given_values, plan_with
@@ -151,7 +157,7 @@ def rehearse(
     return find_problems(run, requested=mesh, ended=ended, peeks=fakes.peeks)
 
 
-def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
+def figures(watch: LoopRecorder, axis_of: Callable[[RecordedCall], str]) -> dict[str, Any]:
     """The recorded figures of setup and of the last step, as fields of a `DryRun`."""
     memory, traffic = watch.memory, watch.traffic
     end = len(memory.changes), len(traffic)
@@ -162,19 +168,19 @@ def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[s
         "memory": memory.most(start, stop),
         "peak": memory.peak(start, stop),
         "setup_peak": memory.peak(0, marks[1][0]),
-        "setup": summary(traffic[: first[1]], axis_of),
-        "step": summary(traffic[first_call:last_call] if watch.marks else (), axis_of),
+        "setup": sum_calls(traffic[: first[1]], axis_of),
+        "step": sum_calls(traffic[first_call:last_call] if watch.marks else (), axis_of),
         "timeline": memory.moments(start, stop, most=_MOMENTS),
     }
 
 
-def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
+def axis_namer(mesh: Mesh, rank: int) -> Callable[[RecordedCall], str]:
     """A function that maps a collective, in which `rank` takes part, to the mesh axis of its ranks.
 
     Example:
         >>> name = axis_namer(Mesh(replicate=2, shard=2, tensor=2), 0)
         >>> for ranks in (0, 1), (0, 2), (0, 2, 4, 6), (0, 3):
-        ...     print(name(Collective("all_reduce", ranks, "", 4)))
+        ...     print(name(RecordedCall("all_reduce", ranks, "", 4)))
         tensor
         shard
         data
@@ -188,7 +194,7 @@ def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
             name = "data" if axes == ("replicate", "shard") else " + ".join(axes)
             names.setdefault(tuple(own), "world" if axes == tuple(real) and count > 1 else name)
 
-    def name_of(call: Collective) -> str:
+    def name_of(call: RecordedCall) -> str:
         if call.ranks in names:
             return names[call.ranks]
         # A DeviceMesh of the script.

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fxtrain._display import show_bytes
-from fxtrain._drawing import COLOURS, make_figure, make_table, plain
+from fxtrain._drawing import COLORS, make_figure, make_table, plain_text
 from fxtrain.state import DryRun, Mesh, Traffic, diff
 from fxtrain.state.dry_runs import PARTS
 
@@ -76,11 +76,11 @@ def _plans(runs: Sequence[DryRun]) -> list[list[str]]:
 
 
 def _problems(run: DryRun, name: str) -> Iterable[Text]:
-    yield plain(f"Problems of {name}")
+    yield plain_text(f"Problems of {name}")
     for problem in run.problems:
         where = f"{problem.where}: " if problem.where else ""
         mark = ("✗ ", "bold red") if problem.fatal else ("! ", "yellow")
-        yield Text.assemble(mark, plain(where + problem.text))
+        yield Text.assemble(mark, plain_text(where + problem.text))
 
 
 def plot(run: DryRun) -> Any:
@@ -106,7 +106,7 @@ def plot(run: DryRun) -> Any:
             range(len(moments)),
             [[getattr(moment, part) for moment in moments] for part in shown],
             labels=shown,
-            colors=[COLOURS[PARTS.index(part)] for part in shown],
+            colors=[COLORS[PARTS.index(part)] for part in shown],
             step="post",
         )
     device = run.device_memory

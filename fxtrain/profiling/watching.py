@@ -49,7 +49,7 @@ _P2P_KINDS = {"isend": "send", "irecv": "recv"}
 
 
 @attrs.frozen
-class Collective:
+class RecordedCall:
     """One call of a collective: kind and bytes as in `Traffic`."""
 
     kind: str
@@ -81,15 +81,16 @@ def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
     return [(kind, 0 if kind == "barrier" else _bytes(value))]
 
 
-def collectives(func: Any, args: tuple[Any, ...]) -> list[Collective]:
+def collectives(func: Any, args: tuple[Any, ...]) -> list[RecordedCall]:
     """The collectives that an operator performs, each with its group."""
     return [
-        Collective(kind, *_group(func, args), size) for kind, size in sent(func._schema.name, args)
+        RecordedCall(kind, *_group(func, args), size)
+        for kind, size in sent(func._schema.name, args)
     ]
 
 
-def summary(
-    calls: Iterable[Collective], axis_of: Callable[[Collective], str]
+def sum_calls(
+    calls: Iterable[RecordedCall], axis_of: Callable[[RecordedCall], str]
 ) -> tuple[Traffic, ...]:
     """Calls summed by kind and axis, most bytes first."""
     counts: Counter[tuple[str, str, int]] = Counter()
@@ -138,7 +139,7 @@ class LoopRecorder:
 
     def __init__(self, *, most: int, fakes: FakeTensorMode | None = None) -> None:
         self.memory = MemoryLog(fakes)
-        self.traffic: list[Collective] = []
+        self.traffic: list[RecordedCall] = []
         self.started: Mark | None = None  # at the first forward
         self.marks: list[Mark] = []  # at the end of each step
         self.wrapped: Wrapped | None = None  # what the first optimizer updates, if it is ours

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fxtrain._version import __version__
-from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
+from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
 from fxtrain.checkpoint.json_values import decode, encode
 from fxtrain.errors import PlanError
 from fxtrain.state import Plan, Position, Wrapped, diff, structure, unstructure
@@ -49,7 +49,7 @@ def pack_state(
         "values": encode(state.values, "", inside),
         "shapes": {
             name: [list(shape), str(dtype).removeprefix("torch.")]
-            for name, (shape, dtype) in ((n, format_of(t)) for n, t in state.tensors.items())
+            for name, (shape, dtype) in ((n, shape_and_dtype(t)) for n, t in state.tensors.items())
         },
     }
     tensors = {

@@ -398,7 +398,7 @@ class _StateTransport:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Neighbouring tensors of a dtype, as long as they are small."""
+    """Neighboring tensors of a dtype, as long as they are small."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -17,13 +17,13 @@ from torch import Tensor
 from fxtrain.backends.local_sgd.rounds import (
     BUFFERS,
     MIN_WEIGHT,
-    Exchange,
+    PendingMean,
     apply_means,
     buffers_of,
     first_round,
     load_outer_state,
     outer_state,
-    pack,
+    pack_fragment,
     send,
 )
 from fxtrain.backends.local_sgd.strategy import check_parameters, only_this_rank
@@ -166,8 +166,8 @@ class Rounds:
             self.now.under_way[key] = self._pack(key, weight, at)
 
     @torch.no_grad()
-    def _pack(self, key: int, weight: float, due: int) -> Exchange:
-        return pack(self.model.module, self.now, self.local, key, weight, due)
+    def _pack(self, key: int, weight: float, due: int) -> PendingMean:
+        return pack_fragment(self.model.module, self.now, self.local, key, weight, due)
 
     def exchange(self, members: Members, progress: Progress) -> tuple[float, Tensor]:
         """Average what is due at a position over the replicas that are there, and start the rest.

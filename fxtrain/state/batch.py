@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
 import attrs
 from typing_extensions import TypeVar
 
-from fxtrain._display import Displayed, describe, number
+from fxtrain._display import Displayed, brief, number
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position, position_words
 
@@ -68,7 +68,7 @@ class Batch(Displayed, Generic[Data_co]):
         ranks = f" of {len(self.sizes)} ranks" if len(self.sizes) > 1 else ""
         rows = f"{real} rows{ranks}{f' and {padding} of padding' if padding else ''}"
         where = position_words(self.position)
-        return f"Batch({describe(self.data)}, {rows} on {self.valid.device}, {where})"
+        return f"Batch({brief(self.data)}, {rows} on {self.valid.device}, {where})"
 
     @overload
     def __getitem__(self: Batch[tuple[V, *tuple[Any, ...]]], key: Literal[0]) -> V: ...
@@ -179,5 +179,5 @@ class Report(Displayed):
         parts += [f"update {update}", f"at {position_words(self.position)}"]
         for name, value in (("aux", self.aux), ("metrics", self.metrics)):
             if value is not None:
-                parts.append(f"{name} {describe(value)}")
+                parts.append(f"{name} {brief(value)}")
         return f"Report({', '.join(parts)})"

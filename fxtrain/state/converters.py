@@ -11,7 +11,7 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from fxtrain._other_names import hint, value_hint
-from fxtrain._record import canonical, check, closest, few, members, shown
+from fxtrain._record import canonical, check_field, closest, few, members, shown
 from fxtrain.errors import FxError, PlanError
 from fxtrain.state.parsing import near
 from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
@@ -178,7 +178,7 @@ def _field_hook(
             return converter.structure(data, rows)
         value = data if convert is None else convert(data)
         try:
-            check(field, value)
+            check_field(field, value)
         except ValueError as problem:
             found = shown(data) if field.repr else "a value"
             raise ValueError(f"found {found}; {problem}") from None

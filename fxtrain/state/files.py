@@ -11,7 +11,7 @@ from fxtrain._optional import optional
 from fxtrain._reading import path_problem, read_text, write_file
 from fxtrain.errors import PlanError
 from fxtrain.state.converters import plain, structure, unstructure
-from fxtrain.state.parsing import Format, from_environment, merge, parse_text, put
+from fxtrain.state.parsing import Format, from_environment, merge_tables, parse_text, put
 from fxtrain.state.plan import Plan
 
 PLAN_VARIABLE = "FXTRAIN_PLAN"  # with which `fxtrain launch` passes a plan to the ranks
@@ -144,7 +144,7 @@ def given_values(env: Mapping[str, str]) -> dict[str, Any]:
         else:
             for path, value in from_environment(env).items():
                 if path.startswith("plan."):
-                    values = merge(values, put({}, path.removeprefix("plan."), value))
+                    values = merge_tables(values, put({}, path.removeprefix("plan."), value))
         structure(values, Plan)
     except (PlanError, ValueError, RecursionError) as error:
         raise PlanError(f"{names}:\n{error}") from None
@@ -157,6 +157,6 @@ def plan_with(values: Mapping[str, Any], plan: Plan) -> Plan:
     Tables are merged as those of a launch file are.
     """
     below = unstructure(plan)
-    data = merge({name: below[name] for name in values}, values)
+    data = merge_tables({name: below[name] for name in values}, values)
     after = structure(data, Plan)
     return attrs.evolve(plan, **{name: getattr(after, name) for name in data})

@@ -10,7 +10,7 @@ import attrs
 from fxtrain._record import closest, record
 from fxtrain.errors import MeshError
 
-# Outermost first: neighbouring ranks, whose links are fastest, share the innermost axis.
+# Outermost first: neighboring ranks, whose links are fastest, share the innermost axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 # Those over which ranks read different rows, and over which a loss is summed; and each alone.
 SPANS: Mapping[str, tuple[str, ...]] = {

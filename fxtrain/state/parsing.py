@@ -101,17 +101,17 @@ _FORMATS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two tables; where both have a value, `above` wins.
 
     Nested tables are merged key by key, unless their kinds differ: the options of one strategy do
     not apply to another. A short form below a table counts as the table for which it stands.
 
     Example:
-        >>> from fxtrain.state.parsing import merge
-        >>> merge({"a": {"x": 1}, "b": 2}, {"a": {"y": 3}})
+        >>> from fxtrain.state.parsing import merge_tables
+        >>> merge_tables({"a": {"x": 1}, "b": 2}, {"a": {"y": 3}})
         {'a': {'x': 1, 'y': 3}, 'b': 2}
-        >>> merge({"strategy": "fsdp"}, {"strategy": {"shard": 4}})
+        >>> merge_tables({"strategy": "fsdp"}, {"strategy": {"shard": 4}})
         {'strategy': {'kind': 'fsdp', 'shard': 4}}
     """
     merged = dict(below)
@@ -123,7 +123,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(under, Mapping) and isinstance(value, Mapping):
             # MPI's option `kind` chooses no record: its other options stay.
             together = key == "options" or value.get("kind", under.get("kind")) == under.get("kind")
-            merged[key] = merge(under, value) if together else value
+            merged[key] = merge_tables(under, value) if together else value
     return merged
 
 

@@ -133,7 +133,7 @@ class Placement:
         return total
 
 
-def owner_of(units: Mapping[str, T], tensor: str) -> T:
+def unit_of(units: Mapping[str, T], tensor: str) -> T:
     """The unit of a parameter or buffer, which has the longest name that contains it."""
     for name in names_above(tensor):
         if name in units:
@@ -163,7 +163,7 @@ Limits = tuple[tuple[str, int | str], ...]
 
 def check_limit(size: int | str) -> None:
     """Check how much of a device a model may take: bytes, text such as "10GiB", or "50%"."""
-    share = share_of(size)
+    share = as_share(size)
     if share is not None and share > 1:
         raise ValueError("choose a share from 0% to 100%.")
     if share is None and size != 0:
@@ -175,7 +175,7 @@ def _are_limits(_: Any, __: Any, value: Limits) -> None:
         check_limit(size)
 
 
-def share_of(value: int | str) -> float | None:
+def as_share(value: int | str) -> float | None:
     """A share such as "50%" as a number; None if it is a size."""
     percent = _PERCENT.fullmatch(value) if isinstance(value, str) else None
     return None if percent is None else float(percent[1]) / 100

@@ -19,7 +19,7 @@ from fxtrain.state.precision import (
     Precision,
     QuantizeKind,
     Torchao,
-    names_of,
+    as_names,
     precision_of,
     quantize_of,
 )
@@ -245,7 +245,7 @@ class Plan:
         local: Train replicas independently for a number of updates, then average them; None
             makes every update together.
         quantize: Format of frozen weights: fx.Bnb8(), fx.Bnb4() or fx.Torchao(), or the bare kind,
-            such as "bnb4". `fx.wrap` quantises layers that are not quantised yet; None leaves
+            such as "bnb4". `fx.wrap` quantizes layers that are not quantized yet; None leaves
             weights as they are.
         frozen: What checkpoints store of parameters that do not require grad: their values, or
             digests, with which a restore compares the model's own. Digests suit adapters over a
@@ -293,7 +293,7 @@ class Plan:
     seed: int = 0
     recompute: tuple[str, ...] = attrs.field(
         default=(),
-        converter=names_of,
+        converter=as_names,
         metadata={"choose": "the class names of modules, such as ['Block']"},
     )
     recompute_every: int = attrs.field(default=1, validator=at_least(1))
@@ -303,7 +303,7 @@ class Plan:
     )
     methods: tuple[str, ...] = attrs.field(
         default=(),
-        converter=names_of,
+        converter=as_names,
         metadata={"choose": "the names of methods of the model, such as ['encode']"},
     )
     context: CP | None = None

@@ -1,4 +1,4 @@
-"""The dtypes of a plan: of computation, of quantised weights, and of layers in float8."""
+"""The dtypes of a plan: of computation, of quantized weights, and of layers in float8."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -12,7 +12,7 @@ QuantizeKind = Literal["bnb8", "bnb4", "torchao"]
 _to_names: Any = canonical(tuple[str, ...])
 
 
-def names_of(value: str | Sequence[str]) -> tuple[str, ...]:
+def as_names(value: str | Sequence[str]) -> tuple[str, ...]:
     """One name as a tuple of it; a list as a tuple."""
     return (value,) if isinstance(value, str) else _to_names(value)
 
@@ -29,14 +29,14 @@ class Bnb8:
         skip_classes: Class names of modules to skip, with everything inside them.
         keep_fp32: Names, as in `skip`, of modules that are skipped and converted to fp32. The code
             of the model, or autocast, has to convert what enters and leaves them.
-        head: Quantise the output head too. It is skipped by default, as the library advises.
+        head: Quantize the output head too. It is skipped by default, as the library advises.
     """
 
     kind: Literal["bnb8"] = attrs.field(default="bnb8", init=False)
     threshold: float = attrs.field(default=6.0, validator=at_least(0))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
 
@@ -46,7 +46,7 @@ class Bnb4:
 
     Attributes:
         quant_type: nf4, whose values follow a normal distribution, or fp4, a float of four bits.
-        double_quant: Quantise the scales too, which saves 0.4 bits per weight.
+        double_quant: Quantize the scales too, which saves 0.4 bits per weight.
         blocksize: Elements with the same scale.
         compute: Format of the matrix product; None computes in the format of the input.
         skip: As in `Bnb8`.
@@ -60,9 +60,9 @@ class Bnb4:
     double_quant: bool = True
     blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 64
     compute: Literal["fp32", "bf16", "fp16"] | None = "bf16"
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
 
@@ -72,7 +72,7 @@ class Torchao:
 
     Attributes:
         weights: int8 and float8 have one scale per output row, int4 one per `group`.
-        activations: Quantise the input of each layer too, by row: int8 with int8 weights, float8
+        activations: Quantize the input of each layer too, by row: int8 with int8 weights, float8
             with float8 weights. None computes in the format of the input.
         group: Elements of a row with the same scale, for int4.
         skip: As in `Bnb8`.
@@ -85,9 +85,9 @@ class Torchao:
     weights: Literal["int8", "int4", "float8"] = "int8"
     activations: Literal["int8", "float8"] | None = None
     group: Literal[32, 64, 128, 256] = 128
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -104,7 +104,7 @@ _BY_KIND = {"bnb8": Bnb8, "bnb4": Bnb4, "torchao": Torchao}
 
 
 def quantize_of(value: Quantize | QuantizeKind | None) -> Quantize | None:
-    """The record of a kind of quantisation; everything else as it is."""
+    """The record of a kind of quantization; everything else as it is."""
     config = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
     return cast(Quantize | None, config)  # the plan's check refuses anything else
 
@@ -138,8 +138,8 @@ class Float8:
     pad: bool = False
     emulate: bool = False
     min_features: int = attrs.field(default=16, validator=at_least(1))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -171,8 +171,8 @@ class MX:
     grad_weight: Literal["format", "bf16"] = "format"
     emulate: bool = False
     min_features: int = attrs.field(default=32, validator=at_least(1))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -219,8 +219,8 @@ class TE:
     evaluate: bool = False
     norms: bool = True
     min_features: int = attrs.field(default=16, validator=at_least(1))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._display import describe, number
+from fxtrain._display import brief, number
 from fxtrain.errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
@@ -119,7 +119,7 @@ class WeightedLoss:
     loss: torch.Tensor = attrs.field(repr=number)
     mean: torch.Tensor = attrs.field(repr=number)
     weight: torch.Tensor | float = attrs.field(repr=number)
-    aux: Any = attrs.field(default=None, repr=describe)
+    aux: Any = attrs.field(default=None, repr=brief)
     provisional: bool = False
     explicit: bool = False
 
@@ -170,9 +170,9 @@ class Strategy:
         cuts_sequences: Whether it supports `Plan.context`.
         converts_layers: Whether it supports precision="fp8": it runs the user's module, some
             layers of which were converted before.
-        full_parameters: Whether each rank holds full parameters, so that they may be quantised,
+        full_parameters: Whether each rank holds full parameters, so that they may be quantized,
             and compared by their digests.
-        splits_quantized: Whether it splits quantised weights over ranks, of libraries that
+        splits_quantized: Whether it splits quantized weights over ranks, of libraries that
             compute with them.
         updates_on_host: Whether it supports torchao's CPUOffloadOptimizer: its parameters,
             gradients and updates are those of the module.

@@ -273,7 +273,7 @@ class CP:
         balance: Give each rank two parts, one from the start and its mirror image from the end,
             so that causal attention costs every rank the same.
         rotate: How keys and values reach the other ranks: allgather: all at once; alltoall:
-            from neighbour to neighbour, which stores the parts of two ranks at a time.
+            from neighbor to neighbor, which stores the parts of two ranks at a time.
         causal: Treat attention as causal whatever the model passes, and drop masks. For models
             that build a mask from positions, as those of transformers do.
     """

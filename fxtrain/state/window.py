@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from fxtrain._display import describe
+from fxtrain._display import brief
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ class FlatShard:
 
     shape: tuple[int, ...]
     start: int
-    values: torch.Tensor = attrs.field(repr=describe)
+    values: torch.Tensor = attrs.field(repr=brief)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -151,9 +151,9 @@ class ModelState:
             replicas; rank 0's are restored. If they differ, each rank's is saved too.
     """
 
-    tensors: Mapping[str, torch.Tensor | FlatShard] = attrs.field(repr=describe)
-    own: Mapping[str, torch.Tensor] = attrs.field(repr=describe)
-    values: Any = attrs.field(repr=describe)
+    tensors: Mapping[str, torch.Tensor | FlatShard] = attrs.field(repr=brief)
+    own: Mapping[str, torch.Tensor] = attrs.field(repr=brief)
+    values: Any = attrs.field(repr=brief)
     varies_by_rank: frozenset[str] = frozenset()
 
 
@@ -172,9 +172,9 @@ class StateReader:
         updates: Updates of the run, for a checkpoint that does not count those of its models.
     """
 
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=describe)
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=brief)
     fill: Callable[[str, torch.Tensor | FlatShard], None]
-    values: Any = attrs.field(repr=describe)
+    values: Any = attrs.field(repr=brief)
     own: Callable[[str, int], torch.Tensor | None]
     ranks: int
     rank: int
@@ -227,7 +227,7 @@ class Weight:
         stored: Whether the module's state dict contains it.
     """
 
-    like: Any = attrs.field(repr=describe)
+    like: Any = attrs.field(repr=brief)
     shape: tuple[int, ...]
     dtype: torch.dtype
     key: Hashable

@@ -14,13 +14,13 @@ from fxtrain._reading import open_file, read_text
 from fxtrain.errors import DataError
 from fxtrain.token_files.maps import (
     FileState,
-    Opened,
+    MappedTokens,
     check_unchanged,
     damaged,
     ends_digest,
     file_state,
     load_numpy,
-    map_file,
+    map_token_file,
     mapped_tokens,
     one_error,
     open_megatron,
@@ -53,7 +53,7 @@ class Joined:
 
     bounds: Any  # int64, the first token of each part; then the number of all
     dtype: Any  # of the tokens that `gather` returns
-    part: Callable[[int], Opened]  # number → the maps of a part
+    part: Callable[[int], MappedTokens]  # number → the maps of a part
     tokens: None = None
     end: None = None
 
@@ -138,7 +138,7 @@ def source_text(source: TokenSource, states: tuple[FileState, ...]) -> str:
 
 
 @functools.lru_cache(maxsize=_OPEN_PARTS)
-def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Joined:
+def open_tokens(source: TokenSource, states: tuple[FileState, ...]) -> MappedTokens | Joined:
     """The tokens of a source; files that have changed are opened again.
 
     Raises:
@@ -148,12 +148,12 @@ def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | 
         return _opened(source, states)
 
 
-def _opened(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Joined:
+def _opened(source: TokenSource, states: tuple[FileState, ...]) -> MappedTokens | Joined:
     numpy = load_numpy()
     keys = _parts(source, states)
     files = {state[0]: (state,) for state in states}
 
-    def open_part(key: _Key) -> Opened:
+    def open_part(key: _Key) -> MappedTokens:
         # With the state of its own file, of what may be thousands.
         with one_error(key[0]):
             return _part(source, files.get(key[0], states), key)
@@ -167,7 +167,7 @@ def _opened(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Join
         return first
     bounds = numpy.concatenate([[0], numpy.cumsum([size for size in sizes if size])])
 
-    def part(number: int) -> Opened:
+    def part(number: int) -> MappedTokens:
         file = open_part(keys[number])
         if file.size != bounds[number + 1] - bounds[number] or file.dtype != first.dtype:
             raise damaged(
@@ -203,7 +203,7 @@ def _parts(source: TokenSource, states: tuple[FileState, ...]) -> list[_Key]:
     ]
 
 
-def _size(source: TokenSource, key: _Key, open_part: Callable[[_Key], Opened]) -> int:
+def _size(source: TokenSource, key: _Key, open_part: Callable[[_Key], MappedTokens]) -> int:
     """Tokens of a part; of a Parquet file, without reading more than its footer."""
     path, number = key
     if isinstance(source, ColumnTokens) and not path.endswith(".arrow"):
@@ -217,7 +217,7 @@ def _size(source: TokenSource, key: _Key, open_part: Callable[[_Key], Opened]) -
 
 
 @functools.lru_cache(maxsize=_OPEN_PARTS)
-def _part(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> Opened:
+def _part(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> MappedTokens:
     path, number = key
     if isinstance(source, MegatronTokens):
         check_unchanged(states, f"{path}.idx")
@@ -235,7 +235,7 @@ def _part(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> Open
     return open_nanogpt(source)
 
 
-def _datatrove(source: DatatroveTokens, path: str) -> Opened:
+def _datatrove(source: DatatroveTokens, path: str) -> MappedTokens:
     numpy = load_numpy()
     tokens, data = mapped_tokens(path, source.dtype)
     if os.path.exists(f"{path}.metadata"):
@@ -246,12 +246,12 @@ def _datatrove(source: DatatroveTokens, path: str) -> Opened:
     if index[-1] != len(tokens):
         raise damaged(f"{path}.index", f"describes {index[-1]} tokens of {len(tokens)}")
     ends = numpy.asarray(index).view("<i8")
-    return Opened(path=f"{path}.index", tokens=tokens, maps=(data, file), ends=ends)
+    return MappedTokens(path=f"{path}.index", tokens=tokens, maps=(data, file), ends=ends)
 
 
-def _npy(path: str) -> Opened:
+def _npy(path: str) -> MappedTokens:
     numpy = load_numpy()
-    whole = map_file(path)
+    whole = map_token_file(path)
     data = whole.data
     try:
         with open_file(path) as file:
@@ -274,7 +274,7 @@ def _npy(path: str) -> Opened:
     documents = shape[0] if len(shape) == 2 else 1
     ends = (numpy.arange(documents) + 1) * (size // max(1, documents))
     tokens = numpy.frombuffer(data, dtype, size, at)
-    return Opened(path=path, tokens=tokens, maps=(whole,), ends=ends)
+    return MappedTokens(path=path, tokens=tokens, maps=(whole,), ends=ends)
 
 
 def _mds_shards(path: str) -> list[str]:
@@ -296,10 +296,10 @@ def _mds_index(path: str) -> list[Any]:
         return [shard | {"samples": int(shard["samples"])} for shard in shards]
 
 
-def _mds(source: MDSTokens, index: str, path: str, number: int) -> Opened:
+def _mds(source: MDSTokens, index: str, path: str, number: int) -> MappedTokens:
     """A shard: u4 samples, u4 offsets, a config, and samples with a size per variable column."""
     numpy = load_numpy()
-    file = map_file(path)
+    file = map_token_file(path)
     shard, data = _mds_index(index)[number], file.data
     samples = shard["samples"]
     bytes_ = numpy.frombuffer(data, "u1")
@@ -326,7 +326,7 @@ def _mds(source: MDSTokens, index: str, path: str, number: int) -> Opened:
     begins, lengths, dtype = _mds_arrays(source, path, encodings[column], bytes_, begins, lengths)
     ends = (lengths // dtype.itemsize).cumsum()
     apart = bytes_, begins, dtype
-    return Opened(path=path, tokens=None, maps=(file,), apart=apart, ends=ends)
+    return MappedTokens(path=path, tokens=None, maps=(file,), apart=apart, ends=ends)
 
 
 def _mds_arrays(
@@ -397,7 +397,7 @@ def _arrow_chunks(path: str, column: str) -> list[Any]:
     return table.column(column).chunks
 
 
-def _column(source: ColumnTokens, path: str, number: int) -> Opened:
+def _column(source: ColumnTokens, path: str, number: int) -> MappedTokens:
     """A row group of a Parquet file, decoded, or a batch of an Arrow file, mapped."""
     pyarrow = _arrow()
     try:
@@ -425,8 +425,8 @@ def _column(source: ColumnTokens, path: str, number: int) -> Opened:
         raise damaged(path, f'has nulls among the tokens of "{source.column}"')
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     tokens = values.to_numpy(zero_copy_only=False)
-    maps = (map_file(path),) if path.endswith(".arrow") else ()
-    return Opened(path=path, tokens=tokens, maps=maps, ends=lengths.astype("i8").cumsum())
+    maps = (map_token_file(path),) if path.endswith(".arrow") else ()
+    return MappedTokens(path=path, tokens=tokens, maps=maps, ends=lengths.astype("i8").cumsum())
 
 
 def _arrow() -> Any:

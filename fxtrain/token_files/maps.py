@@ -30,7 +30,7 @@ FileState = tuple[str, int, int, int]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Opened:
+class MappedTokens:
     """Maps of a source, as numpy arrays."""
 
     path: str  # the file that says where documents end, in messages
@@ -216,7 +216,7 @@ def read_description(stem: str) -> dict[str, Any]:
     return saved if isinstance(saved, dict) and "vocabulary_size" in saved else {}
 
 
-def open_nanogpt(source: NanoGPTTokens) -> Opened:
+def open_nanogpt(source: NanoGPTTokens) -> MappedTokens:
     """The map of a file without a header; compared with what `tokenize` wrote beside it."""
     stem = source.path.removesuffix(".bin")
     saved = read_description(stem)
@@ -227,13 +227,13 @@ def open_nanogpt(source: NanoGPTTokens) -> Opened:
                 f"{name}={saved[name]!r}, says {stem}.json. Use that."
             )
     tokens, data = mapped_tokens(source.path, source.dtype)
-    return Opened(path=source.path, tokens=tokens, maps=(data,), end=source.end)
+    return MappedTokens(path=source.path, tokens=tokens, maps=(data,), end=source.end)
 
 
-def open_megatron(source: MegatronTokens) -> Opened:
+def open_megatron(source: MegatronTokens) -> MappedTokens:
     """The maps of an index and its tokens; checks its header and a few sequences."""
     numpy, path = load_numpy(), f"{source.path}.idx"
-    file = map_file(path)
+    file = map_token_file(path)
     index = file.data
     if len(index) < HEAD.size:
         raise damaged(path, f"has {len(index)} bytes, fewer than its header")
@@ -261,7 +261,7 @@ def open_megatron(source: MegatronTokens) -> Opened:
         number = probes[wrong][0] + 1 if not pointers[0] else 0
         raise damaged(path, f"has a sequence, {number}, that does not follow the one before")
     maps = file, data
-    return Opened(path=path, tokens=tokens, maps=maps, pointers=pointers, bounds=starts)
+    return MappedTokens(path=path, tokens=tokens, maps=maps, pointers=pointers, bounds=starts)
 
 
 def load_numpy() -> Any:
@@ -296,13 +296,13 @@ class TokenMap:
 
 def mapped_tokens(path: str, dtype: str) -> tuple[Any, TokenMap]:
     """A file of little-endian integers without a header, mapped; and its map."""
-    numpy, file = load_numpy(), map_file(path)
+    numpy, file = load_numpy(), map_token_file(path)
     if len(file.data) % numpy.dtype(dtype).itemsize:
         raise damaged(path, f"has {len(file.data)} bytes, which is no number of {dtype}")
     return numpy.frombuffer(file.data, numpy.dtype(dtype).newbyteorder("<")), file
 
 
-def map_file(path: str) -> TokenMap:
+def map_token_file(path: str) -> TokenMap:
     """A regular file that is not empty, mapped.
 
     Raises:

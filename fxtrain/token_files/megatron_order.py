@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fxtrain.errors import DataError
-from fxtrain.token_files.folders import open_source, source_states
+from fxtrain.token_files.folders import open_tokens, source_states
 from fxtrain.token_files.maps import FileState, load_numpy, read_by_source, separate_documents
 from fxtrain.token_files.records import Blend, MegatronOrder, MegatronTokens, TokenSource
 
@@ -95,7 +95,7 @@ def _read(asked: _Asked, samples: Any, *, separate: bool) -> dict[str, Any]:
     """Rows of a source by number."""
     numpy, length = load_numpy(), asked.length
     ids, ends, shuffled = _order(asked)
-    file: Any = open_source(asked.source, asked.states)
+    file: Any = open_tokens(asked.source, asked.states)
     file.check()
     begins = shuffled[samples].astype("i8") * length
     # Of each row, and the token after it: its first sequence, and the one after its last.
@@ -128,7 +128,7 @@ def _order(asked: _Asked) -> tuple[Any, Any, Any]:
         int64, the tokens up to the end of each; and for each row, its number in these tokens.
     """
     numpy, (source, states, samples, length, seed, how) = load_numpy(), asked
-    file: Any = open_source(source, states)
+    file: Any = open_tokens(source, states)
     sequences = len(file.pointers)
     shares = _normalized(how.split)
     number = _PARTS.index(how.part)

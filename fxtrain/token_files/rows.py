@@ -19,7 +19,7 @@ from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan
 from fxtrain.token_files.blends import BlendOrder
-from fxtrain.token_files.folders import open_source, source_states, source_text
+from fxtrain.token_files.folders import open_tokens, source_states, source_text
 from fxtrain.token_files.maps import (
     NO_LABEL,
     FileState,
@@ -168,7 +168,7 @@ def _rows_of(
             f"unknown. Pass NanoGPTTokens(end=...), the token that ends a document."
         )
     states = source_states(source)
-    count = -(-open_source(source, states).size // length)
+    count = -(-open_tokens(source, states).size // length)
     if packing is None:
         return count, functools.partial(_read_cut, source, states, length, separate=separate)
     return count, functools.partial(_read_packed, source, states, length, packing)
@@ -227,7 +227,7 @@ def _read_cut(
 ) -> dict[str, Any]:
     """Rows of the concatenated documents: one gather, and arithmetic over all of them."""
     numpy = load_numpy()
-    file = open_source(source, states)
+    file = open_tokens(source, states)
     # A row and the token after it, of which the last row has none.
     sizes = numpy.minimum(file.size - numbers * length, length + 1)
     short = (sizes <= length).any()
@@ -263,7 +263,7 @@ def _read_packed(
 ) -> dict[str, Any]:
     """Rows packed by best fit: the pieces of all of them at once."""
     numpy = load_numpy()
-    file = open_source(source, states)
+    file = open_tokens(source, states)
     plans: list[tuple[Any, ...]] = []
     for row, number in enumerate(numbers.tolist()):
         window, inside = divmod(number, how.window_rows)
@@ -297,7 +297,7 @@ def _read_packed(
     return batch
 
 
-class Packed(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The rows of a window, as pieces of documents."""
 
     bounds: Any  # int64; the pieces of row r are those from `bounds[r]` to `bounds[r + 1]`
@@ -310,10 +310,10 @@ class Packed(NamedTuple):
 @functools.lru_cache(maxsize=_PLANS)
 def planned(
     source: TokenSource, states: tuple[FileState, ...], rows: int, length: int, window: int
-) -> Packed:
+) -> PackedDocuments:
     """The rows of a window, packed by best fit."""
     numpy = load_numpy()
-    file = open_source(source, states)
+    file = open_tokens(source, states)
     begin = window * rows * length
     size = min(rows * length, file.size - begin)
     # With one token more, to see whether a document ends with the window.
@@ -321,10 +321,10 @@ def planned(
     starts = places[(places > 0) & (places < size)]
     borders = numpy.concatenate([[0], starts, [size]]) + begin
     ends = begin + size == file.size or bool((places == size).any())
-    return pack(borders, length, last=ends)
+    return pack_documents(borders, length, last=ends)
 
 
-def pack(borders: Any, length: int, *, last: bool) -> Packed:
+def pack_documents(borders: Any, length: int, *, last: bool) -> PackedDocuments:
     """Pack the documents of a window into as few rows as their tokens need.
 
     A document longer than a row is split into whole rows and a rest. Documents and rests are placed
@@ -373,7 +373,7 @@ def pack(borders: Any, length: int, *, last: bool) -> Packed:
     if len(left):
         cut = int((numpy.bincount(parts[0])[whole[chunks][left] == 0] > 1).sum())
     bounds = numpy.searchsorted(at[order], numpy.arange(rows + 1))
-    return Packed(bounds, begin, size, closes, cut)
+    return PackedDocuments(bounds, begin, size, closes, cut)
 
 
 def _best_fit(sizes: Any, rows: int, length: int) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxtrain.errors import DataError
-from fxtrain.token_files.folders import open_source, source_states
+from fxtrain.token_files.folders import open_tokens, source_states
 from fxtrain.token_files.maps import load_numpy, read_description
 from fxtrain.token_files.records import (
     BestFit,
@@ -70,7 +70,7 @@ def summarize(source: TokenSource, length: int | None) -> dict[str, Any]:
     """
     numpy = load_numpy()
     states = source_states(source)
-    file = open_source(source, states)
+    file = open_tokens(source, states)
     bins = numpy.zeros(65, "i8")
     concatenated = longer = 0
     for starts, sizes in _documents(file):

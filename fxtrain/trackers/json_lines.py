@@ -15,7 +15,7 @@ from urllib.parse import quote
 import attrs
 from torch import Tensor
 
-from fxtrain._display import describe
+from fxtrain._display import brief
 from fxtrain._reading import StrPath, lines_of, open_file, path_problem, write_file
 from fxtrain._record import record
 from fxtrain.errors import PlanError
@@ -37,13 +37,13 @@ class JsonLines:
 
 # How every line begins, so that a long file can be truncated without parsing it.
 _HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
-_COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of grey, RGB and RGBA, by channels
+_COLORS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of gray, RGB and RGBA, by channels
 _LONGEST_NAME = 200  # of a file, in bytes
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Lines:
+class JsonLinesFile:
     """An open file of lines, and what it was opened with."""
 
     path: Path
@@ -51,12 +51,12 @@ class Lines:
     start: Start
 
 
-def _open(config: JsonLines, start: Start) -> Lines:
+def _open(config: JsonLines, start: Start) -> JsonLinesFile:
     path = start.folder / config.file
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         _cut(path, start.position)
-    return Lines(path=path, file=io.FileIO(path, "ab"), start=start)
+    return JsonLinesFile(path=path, file=io.FileIO(path, "ab"), start=start)
 
 
 def _cut(path: Path, position: Position) -> None:
@@ -92,7 +92,7 @@ def replace_file(path: Path, lines: Iterable[bytes]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _write(lines: Lines, entry: Entry) -> None:
+def _write(lines: JsonLinesFile, entry: Entry) -> None:
     place = {"step": entry.step, "rows": entry.rows, "epoch": entry.epoch, "time": entry.time}
     known = {name: value for name, value in place.items() if value is not None}
     text = _encode({**known, **_content(lines, entry)})
@@ -106,7 +106,7 @@ def _write(lines: Lines, entry: Entry) -> None:
         raise
 
 
-def _content(lines: Lines, entry: Entry) -> dict[str, Any]:
+def _content(lines: JsonLinesFile, entry: Entry) -> dict[str, Any]:
     """What a line has beside its place."""
     match entry.kind:
         case "params":
@@ -128,7 +128,7 @@ def _content(lines: Lines, entry: Entry) -> dict[str, Any]:
             return {entry.kind: {entry.name: entry.value}}
 
 
-def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+def _close(lines: JsonLinesFile, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
     try:
         os.fsync(lines.file.fileno())
     finally:
@@ -142,7 +142,7 @@ def _png(image: Tensor) -> bytes:
     row = width * channels
     # A zero before each row means that its bytes are not filtered.
     lines = b"".join(b"\0" + pixels[start : start + row] for start in range(0, len(pixels), row))
-    head = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
     parts = (_part(b"IHDR", head), _part(b"IDAT", zlib.compress(lines)), _part(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
@@ -174,8 +174,8 @@ class RunLog:
     """
 
     id: str
-    starts: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
-    entries: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
+    starts: tuple[dict[str, Any], ...] = attrs.field(repr=brief)
+    entries: tuple[dict[str, Any], ...] = attrs.field(repr=brief)
     damaged: int = 0
 
     def curve(self, name: str, over: str = "step") -> list[tuple[float, float]]:

@@ -55,7 +55,7 @@ from fxtrain.trackers.libraries.wandb import WANDB
 from fxtrain.trackers.run import Run
 from fxtrain.trackers.terminal import TERMINAL
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
-from fxtrain.trackers.writer import Opened, Writer
+from fxtrain.trackers.writer import OpenedTracker, Writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
 _LONGEST = 1000  # characters of one value
@@ -367,7 +367,7 @@ def _open_all(
                 f"continues without it, and the other trackers are not affected.",
             )
             continue
-        writer.add(Opened(tracker=tracker, native=native, start=mine), params)
+        writer.add(OpenedTracker(tracker=tracker, native=native, start=mine), params)
     return ids
 
 

@@ -26,7 +26,7 @@ class Terminal:
 
 
 @attrs.define(kw_only=True, eq=False)
-class Lines:
+class TerminalLines:
     """Lines on standard output, each of which begins with a prefix."""
 
     config: Terminal
@@ -35,16 +35,16 @@ class Lines:
     waiting: str = ""  # a line that followed too soon; shown at the end if it is the last one
 
 
-def _open(config: Terminal, start: Start) -> Lines:
-    return Lines(config=config, prefix=f"[{start.rank}] " if start.group else "")
+def _open(config: Terminal, start: Start) -> TerminalLines:
+    return TerminalLines(config=config, prefix=f"[{start.rank}] " if start.group else "")
 
 
-def _say(lines: Lines, line: str) -> None:
+def _say(lines: TerminalLines, line: str) -> None:
     sys.stdout.write(f"{lines.prefix}{escape_unprintable(line)}\n")
     sys.stdout.flush()
 
 
-def _write(lines: Lines, entry: Entry) -> None:
+def _write(lines: TerminalLines, entry: Entry) -> None:
     name, value = entry.name, entry.value
     places = {"update": entry.step, "rows": entry.rows, "epoch": entry.epoch}
     place = "  ".join(f"{axis} {number}" for axis, number in places.items() if number is not None)
@@ -67,7 +67,7 @@ def _write(lines: Lines, entry: Entry) -> None:
             _say(lines, f"{place}  {name}: {value}")
 
 
-def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+def _close(lines: TerminalLines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
     if lines.waiting:
         _say(lines, lines.waiting)
 

@@ -147,7 +147,7 @@ Target = Config | Tracker | str
 
 
 def array(image: Tensor) -> Any:
-    """A NumPy array of shape (height, width, channels), or (height, width) if it is grey."""
+    """A NumPy array of shape (height, width, channels), or (height, width) if it is gray."""
     return (image[..., 0] if image.shape[-1] == 1 else image).numpy()
 
 

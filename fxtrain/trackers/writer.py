@@ -21,7 +21,7 @@ _PAUSE_S = 0.1
 
 
 @attrs.define(kw_only=True, eq=False)
-class Opened:
+class OpenedTracker:
     """A tracker of a run, what its `open` returned, and what it was opened with."""
 
     tracker: Tracker
@@ -61,7 +61,7 @@ class Opened:
 
 
 # A call of a function of a tracker: what it is for, the function, and its arguments after `native`.
-_Call = tuple[Opened, str, Callable[..., object], tuple[Any, ...]]
+_Call = tuple[OpenedTracker, str, Callable[..., object], tuple[Any, ...]]
 
 
 class Writer:
@@ -72,11 +72,11 @@ class Writer:
     """
 
     def __init__(self, patience_s: float) -> None:
-        self.opened: list[Opened] = []
+        self.opened: list[OpenedTracker] = []
         self._patience_s = patience_s
         self._queue: queue.Queue[Iterable[_Call] | None] = queue.Queue(_MOST_ENTRIES)
         self._calls = chain.from_iterable(iter(self._next, None))
-        self._calling: Opened | None = None
+        self._calling: OpenedTracker | None = None
         self._lock = threading.Lock()
         self._awaited = threading.Event()
         self._told: set[str] = set()
@@ -88,7 +88,7 @@ class Writer:
             self._told.add(key)
             _LOG.warning("%s", text)
 
-    def add(self, opened: Opened, params: Entry) -> None:
+    def add(self, opened: OpenedTracker, params: Entry) -> None:
         """Add a tracker, and write the hyperparameters to it."""
         self.opened.append(opened)
         if opened.start.resumed:

@@ -31,18 +31,18 @@ def _model(ctx, net=None):
 @contextmanager
 def _held():
     """Saves do not get to their files until the block sets the event."""
-    go, write = threading.Event(), implementation.write_file
+    go, write = threading.Event(), implementation.write_chunks
 
     def wait_and_write(*args):
         go.wait()
         return write(*args)
 
-    implementation.write_file = wait_and_write
+    implementation.write_chunks = wait_and_write
     try:
         yield go
     finally:
         go.set()
-        implementation.write_file = write
+        implementation.write_chunks = write
 
 
 def test_a_change_after_save_has_returned_is_not_saved(ctx, tmp_path):
@@ -203,14 +203,14 @@ model = fx.wrap(torch.nn.Linear(600, 600), ctx)
 fails, _, how = way.partition(":")
 if fails == "fails":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-write = saving.write_file
+write = saving.write_chunks
 go = threading.Event()
 def slow(*args):
     # Not before the script has ended, and some time after.
     threading.main_thread().join() if how != "asks" else None
     time.sleep(0.1)
     return write(*args)
-saving.write_file = slow
+saving.write_chunks = slow
 saving = fx.save(f"{folder}/{way}", ctx, model, background=True)
 if how == "exits":
     sys.exit(0)

@@ -221,7 +221,7 @@ def test_all_ranks_hear_that_another_process_saves(pair, tmp_path):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_under_way_keeps_others_out(ctx, background, tmp_path, monkeypatch):
-    write, told = saving.write_file, []
+    write, told = saving.write_chunks, []
 
     def write_and_let_others_try(*args):
         with fx.detect(env={}, device="cpu") as other, pytest.raises(fx.CheckpointError) as caught:
@@ -229,20 +229,20 @@ def test_a_save_under_way_keeps_others_out(ctx, background, tmp_path, monkeypatc
         told.append(str(caught.value))
         return write(*args)
 
-    monkeypatch.setattr(saving, "write_file", write_and_let_others_try)
+    monkeypatch.setattr(saving, "write_chunks", write_and_let_others_try)
     fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx), background=background).result()
     assert len(told) == 1 and "One run at a time" in told[0]
     assert os.listdir(tmp_path) == ["update-0000000000"]
 
 
 def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
-    write = saving.write_file
+    write = saving.write_chunks
 
     def write_and_lose_the_lock(*args):
         open_storage(tmp_path).unlink(".lock-save")
         return write(*args)
 
-    monkeypatch.setattr(saving, "write_file", write_and_lose_the_lock)
+    monkeypatch.setattr(saving, "write_chunks", write_and_lose_the_lock)
     with pytest.raises(fx.CheckpointError, match="took over the lock"):
         fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
     assert fx.latest(tmp_path) is None
@@ -253,7 +253,7 @@ def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "where", ["write_file", "list_checkpoints", "new_name", "chunks_to_write", "stage"]
+    "where", ["write_chunks", "list_checkpoints", "new_name", "chunks_to_write", "stage"]
 )
 def test_a_save_that_fails_lets_others_save(ctx, where, tmp_path, monkeypatch):
     def fail(*args, **more):

@@ -119,7 +119,8 @@ def _one_rank_fails(ctx, folder, where):
     fails = where == "file" and ctx.rank == 1
     position = fx.Position(updates=2 + ctx.rank) if where == "position" else fx.Position(updates=2)
     try:
-        with mock.patch.object(saving, "write_file", side_effect=full) if fails else nullcontext():
+        patch = mock.patch.object(saving, "write_chunks", side_effect=full)
+        with patch if fails else nullcontext():
             metric = 0.5 if where != "metric" or ctx.rank else None
             fx.save(folder, ctx, model, position=position, extra=extra, metric=metric)
     except fx.CheckpointError as error:

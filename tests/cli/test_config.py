@@ -294,7 +294,7 @@ def test_show_gives_every_value(good, capsys):
     assert main(["config", "show", "--said"]) == 0
     shown = capsys.readouterr().out
     assert "plan.accumulate" in shown and "plan.seed" not in shown
-    assert "\x1b" not in shown  # no colour outside a terminal
+    assert "\x1b" not in shown  # no color outside a terminal
 
 
 def test_the_streams_of_ranks_are_explained():

@@ -18,8 +18,8 @@ from fxtrain.big.memory_estimates import (
     BYTES,
     OPTIMIZERS,
     SHARDING,
-    estimate,
     inference,
+    measure_weights,
     read_weights,
     training,
 )
@@ -57,7 +57,7 @@ def factory(monkeypatch):
 
 def test_a_factory_is_built_without_values(factory):
     weights = read_weights(factory)
-    about = estimate(weights)
+    about = measure_weights(weights)
     own = Net()
     parameters = sum(p.numel() for p in own.parameters())
     buffers = sum(b.numel() for b in own.buffers())
@@ -82,7 +82,7 @@ def test_an_index_leads_to_all_its_files(tmp_path):
     listed = {"a.weight": "one.safetensors", "b.weight": "two.safetensors"}
     index.write_text(json.dumps({"weight_map": listed}))
     for source in (tmp_path, index):
-        assert estimate(read_weights(str(source)))["stored_bytes"] == 12 + 10
+        assert measure_weights(read_weights(str(source)))["stored_bytes"] == 12 + 10
 
 
 def test_tensors_are_not_read(tmp_path):
@@ -94,7 +94,7 @@ def test_tensors_are_not_read(tmp_path):
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)
-    assert estimate(read_weights(str(path)))["stored_bytes"] == size
+    assert measure_weights(read_weights(str(path)))["stored_bytes"] == size
 
 
 HEADERS = [
@@ -213,7 +213,7 @@ def test_a_timm_model_is_made_without_weights(monkeypatch):
     timm.create_model = lambda name, *, pretrained: made.append((name, pretrained)) or Net()
     timm.__spec__ = importlib.machinery.ModuleSpec("timm", None)
     monkeypatch.setitem(sys.modules, "timm", timm)
-    assert estimate(read_weights("net"))["parameters"] > 0
+    assert measure_weights(read_weights("net"))["parameters"] > 0
     assert set(made) == {("net", False)}
     with pytest.raises(fx.PlanError, match=r"folder or timm model\. Did you mean net\?"):
         read_weights("nett")
@@ -270,7 +270,7 @@ def test_a_config_of_transformers(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     weights = read_weights(str(tmp_path))
-    about = estimate(weights)
+    about = measure_weights(weights)
     layer = 64 * 64 * 2 + 64 * 16 * 2 + 3 * 64 * 128 + 2 * 64
     assert about["largest_layer"]["parameters"] == layer
     assert about["trained"] == 3 * layer + 2 * 100 * 64 + 64

@@ -51,7 +51,7 @@ def build():
 
 
 @pytest.mark.parametrize("form", marked(["nf4"]))
-def test_quantised_layers_are_measured_as_such(form, tmp_path, capsys):
+def test_quantized_layers_are_measured_as_such(form, tmp_path, capsys):
     wanted = fx.big.sizes(build, quantize=RECORDS[form])
     plan = tmp_path / "plan.yaml"
     plan.write_text("quantize:\n  kind: bnb4\n")

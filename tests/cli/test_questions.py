@@ -9,11 +9,11 @@ import click
 import pytest
 
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import Machine, interview
+from fxtrain.cli.config import MachineFacts, interview
 from fxtrain.launchers.config import read_launch_file
 
-PLAIN = Machine(cores=8)
-GPUS = Machine(cores=64, kind="cuda", count=8, bf16=True)
+PLAIN = MachineFacts(cores=8)
+GPUS = MachineFacts(cores=64, kind="cuda", count=8, bf16=True)
 
 
 def _asked(machine, **said):
@@ -42,7 +42,10 @@ def test_defaults_come_from_the_machine():
     paths, values = _asked(GPUS)
     assert values == {"launch": {"ranks": 8}, "plan": {"precision": "bf16"}}
     assert {"launch.cpu", "plan.strategy.kind"} <= set(paths) and "launch.gpus" not in paths
-    for machine, launcher in ((Machine(slurm=True), "slurm"), (Machine(tpu=True), "tpu-pod")):
+    for machine, launcher in (
+        (MachineFacts(slurm=True), "slurm"),
+        (MachineFacts(tpu=True), "tpu-pod"),
+    ):
         asked, _ = _asked(machine)
         assert asked["launch.launcher"].endswith(f" [{launcher}]")
 

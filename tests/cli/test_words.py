@@ -78,7 +78,11 @@ def packages(tmp_path, monkeypatch):
     """Packages whose import fails, each in its way."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
-    bodies = {"fails": "raise RuntimeError('no')", "quits": "raise SystemExit(7)", "spelt": "def ("}
+    bodies = {
+        "fails": "raise RuntimeError('no')",
+        "quits": "raise SystemExit(7)",
+        "parses": "def (",
+    }
     for name, body in bodies.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(body + "\n")
@@ -93,7 +97,7 @@ def packages(tmp_path, monkeypatch):
         ("a..b", "-m a..b: importing"),
         ("fails.part", "RuntimeError: no"),
         ("quits.part", "SystemExit: 7"),
-        ("spelt.part", "SyntaxError"),
+        ("parses.part", "SyntaxError"),
         ("fails.part.more", "RuntimeError: no"),
     ],
 )

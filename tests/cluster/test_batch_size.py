@@ -201,14 +201,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_of_every_device_are_recognised(name):
+def test_errors_of_every_device_are_recognized(name):
     assert is_out_of_memory(ERRORS[name])
     outer = RuntimeError("while training")
     outer.__cause__ = ERRORS[name]
     assert is_out_of_memory(outer)
 
 
-def test_the_allocator_of_this_torch_is_recognised():
+def test_the_allocator_of_this_torch_is_recognized():
     with pytest.raises(RuntimeError) as found:
         torch.empty(1 << 60)
     assert is_out_of_memory(found.value)

@@ -14,7 +14,7 @@ from fxtrain._words import canonical_text
 LARGE = 5000
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -83,7 +83,7 @@ def test_means_of_whole_numbers_are_float32(pair):
         assert imaginary == 0.5j and whole.dtype == torch.float32
 
 
-def _travelled(ctx):
+def _traveled(ctx):
     tree = {"x": np.arange(2) + 10 * ctx.rank, "s": np.float32(ctx.rank), "t": np.array(["a"])}
     ragged = ops.pad({"x": np.arange(ctx.rank + 1.0)}, ctx, value=-1)
     letters = [{"x": np.arange(rank + 1)[::-1], "s": np.int8(rank)} for rank in range(2)]
@@ -98,7 +98,7 @@ def _travelled(ctx):
 
 
 def test_numpy_values_travel_as_tensors_do(pair):
-    for rank, (got, x, more, sent, letter, (padded, whole)) in enumerate(pair.run(_travelled)):
+    for rank, (got, x, more, sent, letter, (padded, whole)) in enumerate(pair.run(_traveled)):
         assert got["x"].tolist() == x.tolist() == [0, 1, 10, 11]
         assert more.tolist() == [1, 2, 11, 12] and isinstance(more, np.ndarray)
         assert isinstance(got["s"], np.ndarray) and got["s"].tolist() == [0.0, 1.0]
@@ -161,7 +161,7 @@ def _alike(rank, name, differs):
         "set": frozenset({f"word{i + differs * rank}" for i in range(50)}),
         "dict": dict(sorted({"a": 1, "b": differs * rank}.items(), reverse=bool(rank))),
         "dtype": torch.float32 if differs * rank else torch.float64,
-        "enum": Colour.RED if not differs * rank else 1,
+        "enum": Color.RED if not differs * rank else 1,
         "function": torch.nn.functional.gelu if differs * rank else torch.nn.functional.relu,
         "zero": -0.0 if differs * rank else 0.0,
         "empty": torch.empty(0, 2 + differs * rank),
@@ -190,20 +190,20 @@ def test_agree_compares_every_bit_and_nothing_else(pair, name):
 
 
 @attrs.frozen
-class Labelled:
+class Labeled:
     x: object
     label: object = attrs.field(metadata={"static": True})
 
 
-def _labelled(ctx, differs):
+def _labeled(ctx, differs):
     label = np.zeros(LARGE)
     label[LARGE // 2] = ctx.rank * differs
-    return ops.gather(Labelled(torch.ones(1), label), ctx).x.tolist()
+    return ops.gather(Labeled(torch.ones(1), label), ctx).x.tolist()
 
 
 def test_static_fields_are_compared_by_their_bits(pair):
-    assert pair.run(_labelled, False) == [[1.0, 1.0]] * 2
-    assert all(isinstance(error, CollectiveError) for error in pair.outcomes(_labelled, True))
+    assert pair.run(_labeled, False) == [[1.0, 1.0]] * 2
+    assert all(isinstance(error, CollectiveError) for error in pair.outcomes(_labeled, True))
 
 
 def test_words_of_a_value_in_itself_end():

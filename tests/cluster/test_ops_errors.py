@@ -213,9 +213,11 @@ def _lagged(ctx, shape):
     from fxtrain.ops.transport import exchange
 
     call = ("gather", f"float32{shape[ctx.rank]}")
-    exchange.compare(ctx, ("gather", "a"), wait=True)
-    exchange.compare(ctx, ("gather", "b"), wait=True)
-    exchange.compare(ctx, ("gather", "ab"[ctx.rank] if shape[0] != shape[1] else "a"), wait=False)
+    exchange.compare_calls(ctx, ("gather", "a"), wait=True)
+    exchange.compare_calls(ctx, ("gather", "b"), wait=True)
+    exchange.compare_calls(
+        ctx, ("gather", "ab"[ctx.rank] if shape[0] != shape[1] else "a"), wait=False
+    )
     ops.barrier(ctx)
     return call
 

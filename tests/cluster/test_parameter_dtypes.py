@@ -174,7 +174,7 @@ def test_one_log_line_says_what_became_fp32(caplog):
     assert "7 trained parameters" in line and "params='keep'" in line
 
 
-def test_statistics_of_a_normalisation_follow_its_parameters():
+def test_statistics_of_a_normalization_follow_its_parameters():
     net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)).to(HALF)
     plan = fx.Plan(precision="bf16")
     with fx.detect(env={}, device="cpu") as ctx:

@@ -1,4 +1,4 @@
-"""Quantised weights on several ranks: equal bits, adapters that train, what is refused."""
+"""Quantized weights on several ranks: equal bits, adapters that train, what is refused."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def _refused(ctx, strategy):
     ("strategy", "words"),
     [
         (fx.FSDP(), "tensors of torchao cannot be split over ranks. Use fx.Bnb4()"),
-        (fx.PP(), "PP cannot split quantised weights here"),
+        (fx.PP(), "PP cannot split quantized weights here"),
     ],
     ids=["fsdp", "pp"],
 )
@@ -95,7 +95,7 @@ def test_strategies_that_split_parameters_refuse(pair, strategy, words):
 
 
 def _uneven_failure(ctx):
-    """One rank cannot quantise; no rank changes its module."""
+    """One rank cannot quantize; no rank changes its module."""
     import sys
 
     if ctx.rank:

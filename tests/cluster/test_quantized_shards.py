@@ -1,4 +1,4 @@
-"""Quantised weights that FSDP splits over ranks: they compute and train as replicas do."""
+"""Quantized weights that FSDP splits over ranks: they compute and train as replicas do."""
 
 import functools
 
@@ -205,7 +205,7 @@ def _of_the_library():
     ("mesh", "make", "words"),
     [
         (fx.Mesh(), _on_meta, "Fill it before fx.wrap, with fx.load_model"),
-        (fx.Mesh(), _of_the_library, "layer was quantised by another library"),
+        (fx.Mesh(), _of_the_library, "layer was quantized by another library"),
         (fx.Mesh(tensor=2), _net, r"FSDP() without a tensor axis"),
     ],
     ids=["meta", "library", "tensor"],

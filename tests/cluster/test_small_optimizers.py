@@ -10,7 +10,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import fxtrain as fx
-from fxtrain.precision.packed_states import unpack_state
+from fxtrain.precision.packed_states import unpack_value
 from tests._slow import slow_after
 
 OPTIMIZERS = {
@@ -53,7 +53,7 @@ def _weights(model):
     return [parameter.detach().clone() for parameter in model.module.parameters()]
 
 
-def _dequantised(model):
+def _dequantized(model):
     """Every state, torchao's as plain values."""
     states = [
         value
@@ -70,12 +70,12 @@ def _resumed(ctx, name, folder):
     model = fx.wrap(_net(), ctx, plan, optimizer=_factory(name))
     first = _train(ctx, model, itertools.islice(_batches(ctx, plan), 3))
     fx.save(folder, ctx, model, position=fx.Position())
-    saved = _dequantised(model)
+    saved = _dequantized(model)
     rest = list(_batches(ctx, plan))[3:6]
     wanted = _train(ctx, model, rest), _weights(model)
     other = fx.wrap(_net(), ctx, plan, optimizer=_factory(name))
     fx.restore(folder, ctx, other)
-    restored = _dequantised(other)
+    restored = _dequantized(other)
     got = _train(ctx, other, rest), _weights(other)
     return first, wanted, got, saved, restored
 
@@ -105,7 +105,7 @@ def test_replicas_resume_bit_for_bit(pair, ctx, tmp_path):
         assert all(map(torch.equal, one[name][1][1], other[name][1][1]))
         alone = fx.wrap(_net(), ctx, optimizer=_factory(name))
         fx.restore(f"{tmp_path}/{name}", ctx, alone)
-        assert all(map(torch.equal, _dequantised(alone), one[name][3]))
+        assert all(map(torch.equal, _dequantized(alone), one[name][3]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -278,4 +278,4 @@ def test_shards_that_cannot_be_resharded_are_refused_before_training(pair):
 def test_a_state_of_an_unknown_class_is_refused():
     facts = {"class": "system", "tensors": [], "attributes": []}
     with pytest.raises(fx.CheckpointError, match=r"class 'system'; known are OptimState4bit"):
-        unpack_state(facts, torch.zeros)
+        unpack_value(facts, torch.zeros)

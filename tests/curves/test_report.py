@@ -272,7 +272,7 @@ BROWSER = (
 )
 
 
-# Colours of the first two runs and of the paper, as page.css has them.
+# Colors of the first two runs and of the paper, as page.css has them.
 LIGHT = ((11, 98, 196), (179, 66, 10)), (255, 255, 255)
 DARK = ((108, 178, 255), (255, 157, 92)), (20, 23, 27)
 
@@ -297,7 +297,7 @@ def test_a_browser_draws_the_curves_and_has_nothing_to_say(two_runs, tmp_path, w
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr
     pixels = (imread(shot)[..., :3] * 255).round().astype(int)
-    colours, paper = scheme
-    for colour in colours:
-        assert (abs(pixels - colour).sum(-1) < 8).sum() > 500
+    colors, paper = scheme
+    for color in colors:
+        assert (abs(pixels - color).sum(-1) < 8).sum() > 500
     assert (abs(pixels - paper).sum(-1) < 8).mean() > 0.2

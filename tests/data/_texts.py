@@ -7,7 +7,7 @@ import json
 import numpy as np
 import tokenizers
 
-from fxtrain.token_files.folders import open_source, source_states
+from fxtrain.token_files.folders import open_tokens, source_states
 
 WORDS = {"<end>": 0, "a": 1, "b": 2, "c": 3, "d": 4}
 
@@ -32,7 +32,7 @@ def tokens_of(text, *end, words=WORDS):
 
 def documents_of(source):
     """The documents of a file of tokens, as lists."""
-    file = open_source(source, source_states(source))
+    file = open_tokens(source, source_states(source))
     _, starts = file.starts(np.array([0]), file.size)
     flat = file.gather(np.array([0]), np.array([file.size])).tolist()
     stops = [*starts[1:].tolist(), file.size]

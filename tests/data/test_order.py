@@ -97,7 +97,7 @@ def test_a_place_goes_anywhere_with_equal_chance(n):
 
 
 @pytest.mark.parametrize("n", [BIG, 1 << 20, 10**9])
-def test_neighbours_are_not_kept(n):
+def test_neighbors_are_not_kept(n):
     """Differences between consecutive entries are as spread as those of random numbers."""
     found = permutation(n, round_keys(3, 3))(torch.arange(100_000))
     gaps = (found[1:] - found[:-1]) % n

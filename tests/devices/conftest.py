@@ -40,10 +40,10 @@ _SHADOW_LACKS = {
     "bitsandbytes has no kernels for this device": (
         "test_fsdp_at_one_rank",
         "test_fsdp_over_two",
-        *(f"test_quantised_weights_on_the_device[{name}" for name in ("bnb8", "nf4", "fp4")),
-        *(f"test_a_head_trains_over_quantised_layers[{name}" for name in ("bnb8", "nf4")),
+        *(f"test_quantized_weights_on_the_device[{name}" for name in ("bnb8", "nf4", "fp4")),
+        *(f"test_a_head_trains_over_quantized_layers[{name}" for name in ("bnb8", "nf4")),
     ),
-    "torchao has no kernels for this device": ("test_quantised_weights_on_the_device[int4",),
+    "torchao has no kernels for this device": ("test_quantized_weights_on_the_device[int4",),
     "torch's compiler generates no code for this device": (
         "test_a_step_never_waits_for_the_device[compiled",
         "test_a_step_never_waits_for_the_device[graphs",

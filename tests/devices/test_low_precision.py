@@ -1,4 +1,4 @@
-"""Quantised weights and recipes of float8 on a GPU: what its kernels compute, files, sizes."""
+"""Quantized weights and recipes of float8 on a GPU: what its kernels compute, files, sizes."""
 
 import importlib.util
 
@@ -66,7 +66,7 @@ def _formats():
 
 
 @pytest.mark.parametrize("name", _formats())
-def test_quantised_weights_on_the_device(gpu, name, tmp_path):
+def test_quantized_weights_on_the_device(gpu, name, tmp_path):
     if name in ON_GPUS:
         if STAND_IN:
             pytest.skip("a format of GPUs")
@@ -84,7 +84,7 @@ def test_quantised_weights_on_the_device(gpu, name, tmp_path):
 
 
 def _adapted(ctx, record):
-    """Losses of a head over frozen quantised layers, on the device and on the CPU."""
+    """Losses of a head over frozen quantized layers, on the device and on the CPU."""
     expect_warnings()
     found = []
     with fx.detect({}, device="cpu") as host:
@@ -103,7 +103,7 @@ def _adapted(ctx, record):
 
 
 @pytest.mark.parametrize("name", marked(["nf4", "bnb8", "int8", "float8"]))
-def test_a_head_trains_over_quantised_layers(gpu, name):
+def test_a_head_trains_over_quantized_layers(gpu, name):
     ((wanted, found),) = gpu.run(_adapted, RECORDS[name])
     assert found == pytest.approx(wanted, rel=0.05)
     assert found[-1] < found[0]

@@ -1,4 +1,4 @@
-"""Quantised weights on GPUs: FSDP splits those of bitsandbytes, and trains as replicas do."""
+"""Quantized weights on GPUs: FSDP splits those of bitsandbytes, and trains as replicas do."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _frozen():
 
 
 def _trained(ctx, plan):
-    """Losses, and the bytes of quantised weights that this rank holds."""
+    """Losses, and the bytes of quantized weights that this rank holds."""
     expect_warnings()
     loader = torch.utils.data.DataLoader(rows(), batch_size=32)
     model = fx.wrap(_frozen(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
@@ -38,14 +38,14 @@ def _as_replicas(ctx, record, replicas):
 
 
 @FORMATS
-def test_fsdp_at_one_rank_trains_on_quantised_weights(nccl, name):
+def test_fsdp_at_one_rank_trains_on_quantized_weights(nccl, name):
     ((plain, sharded),) = nccl.run(_as_replicas, RECORDS[name], fx.Single())
     assert sharded[0] == pytest.approx(plain[0], rel=1e-5)
     assert sharded[0][-1] < sharded[0][0] and sharded[2] == plain[2]
 
 
 @FORMATS
-def test_fsdp_over_two_devices_splits_quantised_weights(pair_of_gpus, name):
+def test_fsdp_over_two_devices_splits_quantized_weights(pair_of_gpus, name):
     for plain, sharded in pair_of_gpus.run(_as_replicas, RECORDS[name], fx.DDP()):
         assert sharded[0] == pytest.approx(plain[0], rel=1e-5)
         assert sharded[1] <= plain[1] / 2 + 64 and sharded[2] == plain[2]

@@ -1,4 +1,4 @@
-"""The pictures of the site: valid, readable without sight, in the colours of the page, and true."""
+"""The pictures of the site: valid, readable without sight, in the colors of the page, and true."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def test_every_picture_is_on_one_page():
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_picture_is_text_too_and_has_no_colours_of_its_own(name):
+def test_a_picture_is_text_too_and_has_no_colors_of_its_own(name):
     drawing = PICTURES[name]()
     text = svg_of(drawing, "What it\nshows.", name)
     svg = ET.fromstring(text)[0]

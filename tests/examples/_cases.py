@@ -228,7 +228,7 @@ RECIPES = (
     Example(
         path="recipes/torchao_int8",
         holds=lambda told: (
-            min(told["trained"], told["quantised"]) > 0.85 and told["state_bytes"] < 3
+            min(told["trained"], told["quantized"]) > 0.85 and told["state_bytes"] < 3
         ),
         needs="torchao",
     ),

@@ -143,7 +143,7 @@ def test_a_record_prefers_its_own_field():
 
 
 @given(data=st.data())
-def test_a_misspelt_argument_suggests_the_nearest(data):
+def test_a_misspelled_argument_suggests_the_nearest(data):
     record = data.draw(st.sampled_from(RECORDS))
     names = [field.alias for field in attrs.fields(record) if field.init]
     name = data.draw(st.sampled_from([name for name in names if len(name) > 4]))
@@ -212,7 +212,7 @@ def test_an_answer_is_not_a_guess(call):
     assert str(caught.value).endswith(WRONG_BEFORE[call])
 
 
-def test_names_of_ops_and_misspelt_names_are_answered():
+def test_names_of_ops_and_misspelled_names_are_answered():
     for name, text in {"unpad": " Use fx.ops.unpad.", "rap": " Did you mean 'wrap'?"}.items():
         with pytest.raises(AttributeError) as caught:
             getattr(fx, name)

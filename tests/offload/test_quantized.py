@@ -1,4 +1,4 @@
-"""Streamed models with quantised weights: bitwise equal to resident ones, in each format."""
+"""Streamed models with quantized weights: bitwise equal to resident ones, in each format."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def _same(one, other):
 
 @EVERY
 @pytest.mark.parametrize("row", slow_after(1, [COPIES, None]), ids=["copied", "in place"])
-def test_files_of_quantised_models_stream(ctx, name, row, tmp_path):
+def test_files_of_quantized_models_stream(ctx, name, row, tmp_path):
     resident = _quantized(name)
     fx.export(resident, tmp_path)
     net = mlp(device="meta")
@@ -50,7 +50,7 @@ def test_files_of_quantised_models_stream(ctx, name, row, tmp_path):
 
 
 @EVERY
-def test_plain_files_are_quantised_one_layer_at_a_time(ctx, name, tmp_path):
+def test_plain_files_are_quantized_one_layer_at_a_time(ctx, name, tmp_path):
     fx.export(mlp(seed=3), tmp_path / "model")
     config = fx.Offload(
         placement=placement("2"), source=str(tmp_path / "model"), offload_folder=str(tmp_path / "x")
@@ -68,7 +68,7 @@ def test_plain_files_are_quantised_one_layer_at_a_time(ctx, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", marked(["nf4", "int8"]))
-def test_a_model_in_memory_is_quantised_and_written_once(ctx, name, tmp_path):
+def test_a_model_in_memory_is_quantized_and_written_once(ctx, name, tmp_path):
     config = fx.Offload(placement=placement("0"), offload_folder=str(tmp_path))
     plan, seen = fx.Plan(strategy=config, quantize=RECORDS[name]), []
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_adapters_train_through_streamed_weights(ctx, name, tmp_path):
 
 
 @EVERY
-def test_sizes_are_those_of_the_quantised_tensors(name, tmp_path):
+def test_sizes_are_those_of_the_quantized_tensors(name, tmp_path):
     net = _quantized(name)
     held = {id(one): one.nbytes for one in stored_tensors(net).values()}
     fx.export(net, tmp_path)

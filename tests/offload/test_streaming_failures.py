@@ -126,7 +126,7 @@ def test_a_file_that_another_rank_has_mapped_is_not_replaced(tmp_path, monkeypat
     path, stored = mapped_files.write_tensor(tmp_path, "0.weight", torch.ones(3))
     (file,) = found
     assert file.path == path
-    mapped_files.check(file, "0.weight", stored.start)
+    mapped_files.check_mapping(file, "0.weight", stored.start)
 
 
 def test_a_file_system_without_links_holds_offloaded_tensors(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Formats of quantised weights that run on a CPU, and models that they fit."""
+"""Formats of quantized weights that run on a CPU, and models that they fit."""
 
 import importlib.util
 
@@ -35,7 +35,7 @@ def marked(names):
 
 
 def mlp(width=64, *, dtype=torch.float32, device="cpu", seed=0):
-    """Two layers to quantise and a head."""
+    """Two layers to quantize and a head."""
     torch.manual_seed(seed)
     with torch.device(device):
         return nn.Sequential(

@@ -1,4 +1,4 @@
-"""Dry runs predict what training takes with quantised weights and with layers in float8."""
+"""Dry runs predict what training takes with quantized weights and with layers in float8."""
 
 import functools
 import json
@@ -57,7 +57,7 @@ def _measured(loop):
 
 
 @pytest.mark.parametrize("name", slow_after(4, marked(TRAINABLE)))
-def test_quantised_weights_take_what_was_predicted(name):
+def test_quantized_weights_take_what_was_predicted(name):
     quantize_layers(mlp(), RECORDS[name], torch.device("cpu"))  # tables that the libraries keep
     loop = functools.partial(_adapters, fx.Plan(quantize=RECORDS[name]))
     told, got = fx.dry_run(loop, world=1), _measured(loop)

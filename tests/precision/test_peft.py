@@ -1,4 +1,4 @@
-"""Adapters of peft over quantised layers: merged after an evaluation, and exported."""
+"""Adapters of peft over quantized layers: merged after an evaluation, and exported."""
 
 import importlib.util
 
@@ -34,7 +34,7 @@ def _outputs(model):
     slow_after(1, [(fx.Bnb4(), "is_loaded_in_4bit"), (fx.Bnb8(), "is_loaded_in_8bit")]),
     ids=["4 bits", "8 bits"],
 )
-def test_adapters_are_merged_into_quantised_layers(ctx, record, flag, tmp_path):
+def test_adapters_are_merged_into_quantized_layers(ctx, record, flag, tmp_path):
     import peft  # takes every process that collects tests seconds
 
     net = _net().requires_grad_(False)
@@ -53,7 +53,7 @@ def test_adapters_are_merged_into_quantised_layers(ctx, record, flag, tmp_path):
         model.module.train()
     trained = _outputs(model)
     merged = fx.unwrap(model).merge_and_unload()
-    # The merged weights are quantised once more.
+    # The merged weights are quantized once more.
     moved, lost = (trained - base).norm(), (_outputs(merged) - trained).norm()
     assert moved > 0.1 * base.norm() and lost < 0.3 * moved
     fx.export(merged, tmp_path)

@@ -1,4 +1,4 @@
-"""Quantised weights: which layers, what they hold, files, and what is refused."""
+"""Quantized weights: which layers, what they hold, files, and what is refused."""
 
 import copy
 import json
@@ -140,7 +140,7 @@ OTHERS = [
     (
         "nf4",
         fx.Bnb4(quant_type="fp4"),
-        "asked for quant_type='fp4', but . is quantised already .* with quant_type='nf4'",
+        "asked for quant_type='fp4', but . is quantized already .* with quant_type='nf4'",
     ),
     ("nf4", fx.Bnb4(blocksize=128), "asked for blocksize=128, but . is .* with blocksize=64"),
     ("int8", fx.Torchao(activations="int8"), "asked for activations='int8'"),
@@ -180,7 +180,7 @@ def test_tensors_that_do_not_fit_their_weight_are_refused(name, tmp_path):
             short = tensors[key][:-1].clone()
         save_file({**tensors, key: short}, file, metadata=metadata)
         plain = mlp(seed=1)
-        with pytest.raises(fx.CheckpointError, match=r"quantised layer 0 is") as error:
+        with pytest.raises(fx.CheckpointError, match=r"quantized layer 0 is") as error:
             fx.load_model(tmp_path, plain)
         assert "damaged" in str(error.value) or "in the model" in str(error.value)
         assert all(type(one) is type(other) for one, other in zip(plain, mlp(), strict=True))
@@ -215,7 +215,7 @@ def test_a_damaged_description_of_a_layer_is_refused(name, change, tmp_path):
     told = json.loads(bytes(tensors[key].tolist())) | change
     tensors[key] = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(fx.CheckpointError, match="quantised layer 0 is damaged: ValueError: a "):
+    with pytest.raises(fx.CheckpointError, match="quantized layer 0 is damaged: ValueError: a "):
         fx.load_model(tmp_path, mlp())
 
 
@@ -286,7 +286,7 @@ def test_plain_layers_become_those_of_a_checkpoint(name, tmp_path):
     [([], {}), ({"quantized": [1]}, {}), ({"quantized": {"0": {"format": 1}}}, {}), ({}, None)],
 )
 def test_a_damaged_description_in_a_checkpoint_is_refused(values, plan):
-    with pytest.raises(fx.CheckpointError, match="it is damaged: its description of quantised"):
+    with pytest.raises(fx.CheckpointError, match="it is damaged: its description of quantized"):
         saved_layers("it", {}, {"values": values, "plan": plan})
 
 

@@ -123,7 +123,7 @@ REFUSED = {
     "nothing fits": (fx.Float8(min_features=512), {}, "skips every linear layer of Sequential"),
     "unknown name": (fx.Float8(skip=("nothing",)), {}, "no module of the model matches"),
     "unknown class": (fx.MX(skip_classes=("Gone",)), {}, "no class of the model matches"),
-    "quantised": (fx.Float8(emulate=True), {"quantize": "torchao"}, "compute in their own format"),
+    "quantized": (fx.Float8(emulate=True), {"quantize": "torchao"}, "compute in their own format"),
 }
 
 

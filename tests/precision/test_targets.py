@@ -1,4 +1,4 @@
-"""Which layers are quantised, what is refused, and that a refusal changes nothing."""
+"""Which layers are quantized, what is refused, and that a refusal changes nothing."""
 
 import sys
 
@@ -143,7 +143,7 @@ def test_two_quantizations_are_refused(name):
         fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize="torchao")))
     other = fx.Plan(quantize=fx.Torchao(weights="float8"))
     _refused(
-        net, other, "asked for weights='float8', but 0 is quantised already, with weights='int8'"
+        net, other, "asked for weights='float8', but 0 is quantized already, with weights='int8'"
     )
 
 
@@ -157,7 +157,7 @@ OTHER_FIELDS = [
 
 
 @pytest.mark.parametrize(("record", "other", "message"), OTHER_FIELDS)
-def test_a_plan_describes_how_a_model_is_quantised_already(record, other, message):
+def test_a_plan_describes_how_a_model_is_quantized_already(record, other, message):
     pytest.importorskip("bitsandbytes" if record.kind != "torchao" else "torchao")
     with fx.detect(env={}, device="cpu") as ctx:
         net = fx.unwrap(fx.wrap(mlp(), ctx, fx.Plan(quantize=record)))
@@ -169,20 +169,20 @@ def test_a_plan_describes_how_a_model_is_quantised_already(record, other, messag
 @pytest.mark.parametrize(
     "record", [fx.Torchao(weights="int4", group=32), fx.Torchao(activations="int8")]
 )
-def test_adapters_need_a_gradient_of_layers_that_are_quantised_already(name, record):
+def test_adapters_need_a_gradient_of_layers_that_are_quantized_already(name, record):
     net = mlp().requires_grad_(False)
     with fx.detect(env={}, device="cpu") as ctx:
         fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize=record)))
     adapted = nn.Sequential(nn.Linear(64, 64), net)
-    _refused(adapted, fx.Plan(), r"1\.0 is quantised with.*without a gradient", optimizer=_sgd)
+    _refused(adapted, fx.Plan(), r"1\.0 is quantized with.*without a gradient", optimizer=_sgd)
 
 
 @AO
-def test_recipes_refuse_layers_that_are_quantised_already(name):
+def test_recipes_refuse_layers_that_are_quantized_already(name):
     with fx.detect(env={}, device="cpu") as ctx:
         net = fx.unwrap(fx.wrap(mlp(), ctx, fx.Plan(quantize="torchao")))
     recipe = fx.Precision(compute="fp8", recipe=fx.Float8(emulate=True))
-    _refused(net, fx.Plan(precision=recipe), "or the unquantised model")
+    _refused(net, fx.Plan(precision=recipe), "or the unquantized model")
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
@@ -224,7 +224,7 @@ def test_what_is_kept_in_fp32_is_read_again(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", marked(RECORDS))
-def test_hooks_of_quantised_layers_stay(name, tmp_path):
+def test_hooks_of_quantized_layers_stay(name, tmp_path):
     net, calls = mlp(), []
     handle = net[0].register_forward_hook(lambda *_: calls.append("after"))
     net[0].register_forward_pre_hook(

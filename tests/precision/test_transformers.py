@@ -1,4 +1,4 @@
-"""Quantised files and plain transformers: each reads what the other writes."""
+"""Quantized files and plain transformers: each reads what the other writes."""
 
 import json
 import warnings
@@ -33,7 +33,7 @@ def _same(one, other):
 
 @pytest.mark.parametrize("name", marked(["bnb8", "nf4"]))
 def test_files_are_read_by_either(name, tmp_path):
-    pytest.importorskip("accelerate", reason="transformers loads quantised models with it")
+    pytest.importorskip("accelerate", reason="transformers loads quantized models with it")
     transformers, net = _llama()
     fx.export(net, tmp_path / "plain")
     record = fx.Bnb8(threshold=3.0) if name == "bnb8" else fx.Bnb4(compute="fp32")
@@ -73,8 +73,8 @@ def test_what_plain_transformers_cannot_read_is_said_before_writing(name, tmp_pa
 @pytest.mark.parametrize(
     "options", slow_after(1, [{"head": True}, {}, {"skip": "layers.1"}]), ids=str
 )
-def test_transformers_finds_the_layers_that_are_quantised(name, options, tmp_path):
-    pytest.importorskip("accelerate", reason="transformers loads quantised models with it")
+def test_transformers_finds_the_layers_that_are_quantized(name, options, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers loads quantized models with it")
     transformers, net = _llama()
     quantize_layers(net, attrs.evolve(RECORDS[name], **options), CPU)
     assert _warned(net) == []
@@ -108,7 +108,7 @@ class _Named(nn.Module):
 
 
 @pytest.mark.parametrize("name", marked(["nf4"]))
-def test_layers_that_are_not_quantised_are_named_in_the_config(name):
+def test_layers_that_are_not_quantized_are_named_in_the_config(name):
     net = _Named()
     quantize_layers(net, fx.Bnb4(skip="attention"), CPU)
     assert _warned(net) == []

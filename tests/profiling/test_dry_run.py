@@ -215,7 +215,7 @@ def test_a_function_that_never_trains_is_an_error():
         ({"world": True}, fx.PlanError, "world=True"),
         ({"world": 4, "rank": 4}, fx.PlanError, "a rank from 0 to 3"),
         ({"world": 6, "mesh": fx.Mesh(shard=4)}, fx.errors.ContextError, "this run has 6"),
-        ({"world": 2, "device_memory": "80 litres"}, fx.PlanError, "80GB"),
+        ({"world": 2, "device_memory": "80 liters"}, fx.PlanError, "80GB"),
         ({"world": 2, "device_memory": -1}, fx.PlanError, "device_memory=-1"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_package_for_another_torch_names_both_versions(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.9.0")
     with pytest.raises(MissingPackageError, match=r"torch==1\.9\.0 torch_xla==1\.9\.0"):
-        xla_runtime.load()
+        xla_runtime.import_xla()
 
 
 def test_the_device_or_the_variable_asks_for_it():
@@ -84,7 +84,7 @@ def test_hosts_of_a_pod_that_drive_several_devices_each_are_told_what_to_do(
         addressable_runtime_device_count=lambda: 4,
         process_count=lambda: 2,
     )
-    monkeypatch.setattr(xla_runtime, "load", lambda *_, **__: host)
+    monkeypatch.setattr(xla_runtime, "import_xla", lambda *_, **__: host)
     with pytest.raises(ContextError, match=words):
         xla_runtime.start_runtime(None, {"PJRT_DEVICE": "TPU"}, Topology(world_size=ranks))
 
@@ -121,7 +121,7 @@ def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
         moved.append(data)
         return -data
 
-    monkeypatch.setattr(xla_runtime, "to_device", send)
+    monkeypatch.setattr(xla_runtime, "to_xla", send)
     ctx, plan = fx.DistContext(device=torch.device("xla", 0)), fx.Plan(data=fx.Data(prefetch=2))
     read = []
 

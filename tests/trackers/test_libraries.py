@@ -65,7 +65,7 @@ def test_tensorboard(tmp_path):
     found = _run("tensorboard", tmp_path)
     assert found["losses"] == [list(one) for one in LOSSES]
     assert {"loss", "train/grad_norm", "odd name: %$"} <= set(found["scalars"])
-    assert found["images"] == ["images/grey", "colour"]
+    assert found["images"] == ["images/gray", "color"]
     assert len(found["hparams"]) == 3 and found["text"] == "hello"
 
 
@@ -77,7 +77,7 @@ def test_wandb(tmp_path):
     assert [(row["_step"], row["position/rows"]) for row in history] == [(1, 32), (2, 64), (3, 96)]
     assert [row["loss"] for row in history[:2]] == [1.0, 0.5]
     names = {name.removesuffix("/_type") for row in history for name in row}
-    assert {"images/grey", "colour", "note", "rows", "odd name: %$"} <= names
+    assert {"images/gray", "color", "note", "rows", "odd name: %$"} <= names
     losses = [(json.loads(row["_step"]), json.loads(row["loss"])) for row in second["history"]]
     assert losses == LOSSES[2:]
     assert json.loads(first["config"]["plan.seed"]) == 5 and first["exit"] == 0
@@ -90,7 +90,7 @@ def test_trackio(tmp_path):
     # Step 3 was logged with two values before the run continued from step 2.
     assert [step for step, _ in found["losses"]] == [1, 2, 3, 3, 4]
     assert len(found["runs"]) == 1
-    assert {"images/grey", "colour", "note", "rows"} <= set(found["names"])
+    assert {"images/gray", "color", "note", "rows"} <= set(found["names"])
 
 
 WHOLE = {"tensorboard", "trackio", "mlflow", "dvclive"}  # in files of which nothing is uploaded
@@ -132,7 +132,7 @@ def test_mlflow(tmp_path):
     assert found["params"]["plan.seed"] == "5" and found["params"]["lr"] == "0.1"
     assert found["status"] == "FINISHED"
     assert "odd name: %$" not in found["metrics"] and "train/grad_norm" in found["metrics"]
-    expected = {"images", "colour-3.png", "note-3.txt", "rows-3.json", "notes"}
+    expected = {"images", "color-3.png", "note-3.txt", "rows-3.json", "notes"}
     assert expected <= set(found["artifacts"])
 
 
@@ -147,7 +147,7 @@ def test_dvclive(tmp_path):
     found = _run("dvclive", tmp_path)
     assert [tuple(reversed(one)) for one in found["losses"]] == [(v, s) for s, v in LOSSES]
     assert "plan.seed: 5" in found["params"]
-    assert {"plots/images/images/grey-3.png", "plots/images/colour-3.png"} <= set(found["files"])
+    assert {"plots/images/images/gray-3.png", "plots/images/color-3.png"} <= set(found["files"])
     assert not (tmp_path / "dvc.yaml").exists()
 
 
@@ -158,5 +158,5 @@ def test_swanlab(tmp_path):
         number = f"{loss:g}"
         assert f'key: "loss"\n  step: {step}\n' in first and f"number: {number}\n" in first
     assert 'key: "loss"\n  step: 4\n' in second and "number: 0.125" in second
-    assert 'key: "images/grey"' in first and 'key: "note"' in first
+    assert 'key: "images/gray"' in first and 'key: "note"' in first
     assert "RUN_STATE_FINISHED" in first and "RUN_STATE_FINISHED" in second

@@ -96,8 +96,8 @@ def _pixels(path):
     """The pixels of an 8-bit PNG file, rows as lists."""
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height, depth, colour = struct.unpack(">IIBB", data[16:26])
-    channels = {0: 1, 2: 3, 6: 4}[colour]
+    width, height, depth, color = struct.unpack(">IIBB", data[16:26])
+    channels = {0: 1, 2: 3, 6: 4}[color]
     size = struct.unpack(">I", data[33:37])[0]
     raw = zlib.decompress(data[41 : 41 + size])
     row = 1 + width * channels

@@ -45,7 +45,10 @@ def _send(tensor, src, group):
 
 def _recorded(ctx):
     """On a rank of a pool, whose process has an XLA runtime."""
-    model, backend = xla_runtime.load("core.xla_model"), xla_runtime.load("distributed.xla_backend")
+    model, backend = (
+        xla_runtime.import_xla("core.xla_model"),
+        xla_runtime.import_xla("distributed.xla_backend"),
+    )
     two, group = _Two(), backend.ProcessGroupXla(None, 1, RANKS, None)
     x, n = torch.arange(3.0, device=ctx.device), torch.tensor(5, device=ctx.device)
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxtrain import _tree
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import broadcast_packed
-from fxtrain.ops.transport.exchange import compare
+from fxtrain.ops.transport.exchange import compare_calls
 from fxtrain.ops.transport.packing import pack
 from fxtrain.state import DistContext
 
@@ -179,7 +179,7 @@ class StableBucketsDDP(DistributedDataParallel):
                 code="FX505",
             )
         if self.data is not None:
-            compare(self.data, ("forward", f"requires_grad changed: {names}"))
+            compare_calls(self.data, ("forward", f"requires_grad changed: {names}"))
         self._order, self.progress.ordered = (), not self.orders
         self._build_reducer()
 

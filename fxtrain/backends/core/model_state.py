@@ -10,11 +10,11 @@ from fxtrain import _extensions
 from fxtrain.backends.core.initial_values import copy_shard
 from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
-    as_bytes,
     load_optimizers,
     more_state,
-    names_of,
     optimizer_state,
+    parameter_names,
+    values_as_bytes,
 )
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.weights import HALF
@@ -40,11 +40,13 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     scales = _scales(model)
     tensors |= scales
     for index, optimizer in enumerate(model.optimizers):
-        held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
+        held, values = optimizer_state(
+            optimizer, f"optimizer.{index}", parameter_names(model.module)
+        )
         tensors.update(held)
         optimizers.append(values | more_state(optimizer))
         if local_optimizer(optimizer) is not optimizer:
-            own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
+            own[f"optimizer.{index}.state"] = values_as_bytes(values["state"], f"optimizer.{index}")
     tensors |= grads
     values: dict[str, Any] = {
         "module": extra,
@@ -129,7 +131,7 @@ def _quantized_facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Facts of quantised weights, and digests of frozen ones, which leave `tensors`.
+    """Facts of quantized weights, and digests of frozen ones, which leave `tensors`.
 
     Neither is there for a plan that asks for none, so that its checkpoints stay as they were.
     """
@@ -163,10 +165,10 @@ def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
 
 
 def _check_formats(here: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Quantised weights of two formats may have tensors of the same shapes."""
+    """Quantized weights of two formats may have tensors of the same shapes."""
     for name in sorted(here.keys() | theirs.keys()):
         if here.get(name) != theirs.get(name):
-            formats = [each.get(name, {}).get("format", "not quantised") for each in (theirs, here)]
+            formats = [each.get(name, {}).get("format", "not quantized") for each in (theirs, here)]
             raise CheckpointError(
                 f"{name} is {formats[0]} in the checkpoint, and {formats[1]} in the model, or has "
                 f"other settings. Wrap it with the Plan(quantize=...) that it was saved with.",
@@ -211,7 +213,7 @@ def local_part_of(tensor: Any) -> Tensor:
     return tensor.values.detach() if isinstance(tensor, FlatShard) else local_values(tensor)
 
 
-def format_of(tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a whole tensor."""
     dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
     return tuple(tensor.shape), dtype

@@ -177,7 +177,7 @@ def prepare_module(
 
 
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:
-    """The parameters and buffers of a model; of quantised weights, the tensors they consist of."""
+    """The parameters and buffers of a model; of quantized weights, the tensors they consist of."""
     tensors = _extensions.quantized_tensors(module).values()
     return (*_extensions.plain_parameters(module), *module.buffers(), *tensors)
 

@@ -13,7 +13,7 @@ from fxtrain import _extensions
 from fxtrain._record import few
 from fxtrain._tree import map_leaves
 from fxtrain.backends.core.initial_values import copy_shard
-from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_states
+from fxtrain.backends.core.optimizers import local_optimizer, optimizer_class, place_of_states
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.optimizer_settings import flattened, with_option
 from fxtrain.ops.whole_tensors import local_values, plain_name
@@ -39,7 +39,7 @@ def optimizer_state(
             held, values[name] = _split(state)
             tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
     return tensors, {
-        "kind": kind_of(optimizer),
+        "kind": optimizer_class(optimizer),
         "groups": groups,
         "state": values,
     }
@@ -90,7 +90,7 @@ def _placed(value: Any, parameter: Tensor) -> Any:
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of one parameter's state, and everything else."""
     packed = {
-        key: _extensions.pack_state(value)
+        key: _extensions.pack_value(value)
         for key, value in state.items()
         if _extensions.is_packed(value)
     }
@@ -121,7 +121,7 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
             f"Wrap the model with the same optimizers, or with none to only run it.",
             code="FX603",
         )
-    names = names_of(model.module)
+    names = parameter_names(model.module)
     taken = {_data_pointer(tensor) for tensor in kept}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, states, strict=True)):
         prefix = f"optimizer.{index}"
@@ -146,7 +146,7 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
     model.status.scheduled_update = None
 
 
-def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
+def values_as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
     for name, state in states.items():
         for key, value in state["plain"].items():
             try:
@@ -159,7 +159,7 @@ def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
-def names_of(module: nn.Module) -> dict[int, str]:
+def parameter_names(module: nn.Module) -> dict[int, str]:
     """The names of parameters in checkpoints, by their ids."""
     return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
 
@@ -184,7 +184,7 @@ def _load_optimizer(
     groups = list(_groups(optimizer, names))
     own = [[name for name, _ in named] for _, named in groups]
     theirs = [group["params"] for group in values["groups"]]
-    kind = kind_of(optimizer)
+    kind = optimizer_class(optimizer)
     # Checkpoints of other libraries do not name the kind.
     if values["kind"] not in (kind, "") or own != theirs:
         was = f"{prefix} is {kind} here, and was saved as {values['kind'] or 'one'}"
@@ -232,7 +232,7 @@ def _read_value(
     packed = state.get("packed", {})
     if key not in packed:
         return read(key)
-    return _extensions.unpack_state(packed[key], lambda name: read(f"{key}.{name}"), parameter)
+    return _extensions.unpack_value(packed[key], lambda name: read(f"{key}.{name}"), parameter)
 
 
 def _differences(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[str]:
@@ -257,12 +257,12 @@ def _states(states: Mapping[str, Any], prefix: str, saved: StateReader) -> Mappi
     """Which state an optimizer keeps for which parameter, on all ranks together."""
     every = dict(states)
     for each in own_tensor_of_ranks(saved, f"{prefix}.state"):
-        every = {**from_bytes(each), **every}
+        every = {**values_from_bytes(each), **every}
     return every
 
 
-def from_bytes(raw: Tensor) -> dict[str, Any]:
-    """What `as_bytes` was given."""
+def values_from_bytes(raw: Tensor) -> dict[str, Any]:
+    """What `values_as_bytes` was given."""
     return json.loads(bytes(raw.tolist()))
 
 

@@ -47,7 +47,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "part_of_rank", optimizer)
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     """The name of the class that computes updates."""
     part = local_optimizer(optimizer)
     return part.updated_by if isinstance(part, HostOptimizer) else type(part).__name__

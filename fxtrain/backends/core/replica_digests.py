@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fxtrain.backends.core.optimizer_state import names_of, optimizer_state
+from fxtrain.backends.core.optimizer_state import optimizer_state, parameter_names
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.errors import StepError
 from fxtrain.ops import tensor_bytes
@@ -80,7 +80,7 @@ def verify_replicas(model: Wrapped, *, before_update: bool = False) -> None:
     rows = gather_objects((platform.node(), mine), ctx)
     differences = differences_of([found for _, found in rows])
     hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
-    lines, update = described(differences, hosts), model.window.updates
+    lines, update = describe_differences(differences, hosts), model.window.updates
     when = f"before update {update + 1}" if before_update else f"after update {update}"
     cure = (
         "Continue from a checkpoint that was saved before, such as with `fxtrain launch "
@@ -166,7 +166,7 @@ def _tensors_by_part(model: Wrapped, *, gradients: bool) -> dict[str, dict[str, 
     if gradients:
         named = {f"grad.{name}": parameter.grad for name, parameter in tensors.items()}
         tensors |= {name: grad for name, grad in named.items() if grad is not None}
-    names = names_of(model.module)
+    names = parameter_names(model.module)
     for index, optimizer in enumerate(model.optimizers):
         if local_optimizer(optimizer) is optimizer:  # otherwise each state is on one rank only
             tensors |= optimizer_state(optimizer, f"optimizer.{index}", names)[0]
@@ -221,7 +221,7 @@ def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
     return differences
 
 
-def described(differences: Sequence[Difference], hosts: Mapping[int, str]) -> list[str]:
+def describe_differences(differences: Sequence[Difference], hosts: Mapping[int, str]) -> list[str]:
     """Lines that name ranks, hosts and tensors: one for each set of ranks that differs."""
     names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for difference in differences:

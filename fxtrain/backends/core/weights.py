@@ -70,8 +70,8 @@ def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weig
 def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
     """Convert trained parameters in half precision to fp32, if the plan mixes dtypes.
 
-    Frozen and quantised parameters stay. Buffers of the same submodules follow, since torch's
-    kernels of normalisations expect statistics in the dtype of their weights.
+    Frozen and quantized parameters stay. Buffers of the same submodules follow, since torch's
+    kernels of normalizations expect statistics in the dtype of their weights.
 
     Effects:
         Each parameter stays the same object, with new memory.

@@ -91,7 +91,7 @@ def deepspeed_config(
     rows = getattr(loader, "batch_size", None)
     if rows is not None and plan.batch == "global":
         rows //= ranks
-    config = resolve(
+    config = resolve_deepspeed(
         plan,
         read_config(plan.strategy),
         ranks=ranks,
@@ -128,7 +128,7 @@ def _member(part: Any, name: str) -> Any:
     return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
 
-def resolve(
+def resolve_deepspeed(
     plan: Plan,
     base: Mapping[str, Any],
     *,
@@ -200,7 +200,7 @@ def _merge(
         if written == AUTO and path not in _WIDTHS:
             drop(config, path)
     elif written == AUTO or (written is None and write):
-        put(config, path, value)
+        set_in(config, path, value)
     elif written is not None and (
         written != value or (type(written) is bool) is not (type(value) is bool)
     ):
@@ -289,7 +289,7 @@ def _fill_widths(config: dict[str, Any], hidden: int | None, *, partial: bool) -
         if hidden is None or partial:
             drop(config, path)
         else:
-            put(config, path, _WIDTHS[path](hidden))
+            set_in(config, path, _WIDTHS[path](hidden))
 
 
 def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
@@ -301,7 +301,7 @@ def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
     for part in ("optimizer", "scheduler"):
         for name, value in section(section(config, part), "params").items():
             if value == AUTO and name in known:
-                put(config, f"{part}.params.{name}", known[name])
+                set_in(config, f"{part}.params.{name}", known[name])
 
 
 def _check_autos(config: Mapping[str, Any]) -> None:
@@ -321,7 +321,7 @@ def _with_defaults(config: dict[str, Any], plan: Plan, file: Mapping[str, Any]) 
     """Set entries that neither side gave and whose DeepSpeed default differs."""
     stage = get(config, f"{ZERO}.stage")
     if stage is None:
-        put(config, f"{ZERO}.stage", 2)
+        set_in(config, f"{ZERO}.stage", 2)
     elif type(stage) is not int:
         raise PlanError(f"The DeepSpeed config has stage={stage!r}. Use 0, 1, 2 or 3.")
     zero = config[ZERO]
@@ -435,7 +435,7 @@ def get(config: Mapping[str, Any], path: str) -> Any:
     return config.get(name)
 
 
-def put(config: dict[str, Any], path: str, value: Any) -> None:
+def set_in(config: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a path in place, with the tables on the way."""
     *tables, name = path.split(".")
     for table in tables:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fxtrain.backends.core.model_state import load_extra, load_state, state_of
 from fxtrain.backends.core.open_windows import counts_state, saved_windows
-from fxtrain.backends.core.optimizer_state import load_schedulers, names_of
+from fxtrain.backends.core.optimizer_state import load_schedulers, parameter_names
 from fxtrain.backends.core.weights import from_first_rank, in_user_dtypes, torch_weights
 from fxtrain.backends.deepspeed.config import ZERO, device, section
-from fxtrain.backends.deepspeed.setup import load
+from fxtrain.backends.deepspeed.setup import import_deepspeed
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import plain_name, weights_of
@@ -128,7 +128,7 @@ def _trained(model: Wrapped) -> Iterator[_Trained]:
     if not model.optimizers:
         return
     optimizer = model.engine.optimizer
-    names = names_of(model.module)
+    names = parameter_names(model.module)
     lists: Sequence[Sequence[Tensor]]
     masters: Sequence[Sequence[Tensor]]
     full_shape = True
@@ -246,7 +246,7 @@ def _read(name: str, saved: StateReader) -> Tensor:
 def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
     """Write a value into the weight and into its full-precision master."""
     if hasattr(tensor, "ds_id"):
-        with load().zero.GatheredParameters([tensor], modifier_rank=0):
+        with import_deepspeed().zero.GatheredParameters([tensor], modifier_rank=0):
             tensor.data.copy_(value)
     else:
         tensor.data.copy_(value)
@@ -424,17 +424,17 @@ def _full(parameter: Any, trained: _Trained | None) -> Tensor:
     if trained is not None and trained.full_shape:
         return trained.master.detach().clone()
     if trained is not None:
-        return load().utils.safe_get_full_fp32_param(parameter).detach().clone()
+        return import_deepspeed().utils.safe_get_full_fp32_param(parameter).detach().clone()
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().clone()
-    with load().zero.GatheredParameters([parameter]):
+    with import_deepspeed().zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
 
 
 def _part(parameter: Any, key: str | None = None) -> FlatShard:
     """This rank's part of a sharded parameter's master, or of a state of it."""
     if hasattr(parameter, "ds_id"):
-        utils = load().utils
+        utils = import_deepspeed().utils
         if key is None:
             return _shard_at_3(parameter, utils.safe_get_local_fp32_param(parameter).float())
         return _shard_at_3(parameter, utils.safe_get_local_optimizer_state(parameter, key))
@@ -448,7 +448,7 @@ def _part(parameter: Any, key: str | None = None) -> FlatShard:
 
 def _shard_at_3(parameter: Any, values: Tensor) -> FlatShard:
     """At stage 3, ranks have parts of one length, of which the last may be padded."""
-    rank = load().comm.get_rank(group=parameter.ds_process_group)
+    rank = import_deepspeed().comm.get_rank(group=parameter.ds_process_group)
     start = min(rank * values.numel(), parameter.ds_numel)
     mine = values.flatten()[: parameter.ds_numel - start]
     return FlatShard(shape=tuple(parameter.ds_shape), start=start, values=mine.cpu())
@@ -460,7 +460,7 @@ def _fill_part(
 ) -> None:
     """Let `fill` set this rank's part of a sharded parameter's master, or of a state of it."""
     if hasattr(parameter, "ds_id"):
-        utils = load().utils
+        utils = import_deepspeed().utils
         values = torch.zeros(parameter.partition_numel(), dtype=dtype, device="cpu")
         fill(_shard_at_3(parameter, values))
         if key is None:

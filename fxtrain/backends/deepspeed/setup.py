@@ -29,7 +29,7 @@ from fxtrain.backends.deepspeed.config import (
     config_problems,
     device,
     hidden_size,
-    resolve,
+    resolve_deepspeed,
     section,
 )
 from fxtrain.errors import MissingPackageError, PlanError
@@ -84,10 +84,10 @@ def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
     base = read_config(plan.strategy)
     base.pop("optimizer", None)
     base.pop("scheduler", None)
-    config = resolve(plan, base, ranks=ctx.axis("data").world_size, partial=True)
+    config = resolve_deepspeed(plan, base, ranks=ctx.axis("data").world_size, partial=True)
     if config[ZERO]["stage"] != 3:
         return nullcontext()
-    library = load()
+    library = import_deepspeed()
     connect(library, ctx)
     return library.zero.Init(config_dict_or_path=config)
 
@@ -101,7 +101,7 @@ def wrap_engine(
     scheduler: Any,
 ) -> Wrapped:
     """Wrap a module in an engine; without an optimizer, only stage 3 needs one."""
-    library = load()
+    library = import_deepspeed()
     data = ctx.axis("data")
     config = _resolved_config(module, plan, data.world_size, optimizer, scheduler)
     model = Wrapped(
@@ -141,7 +141,7 @@ def _resolved_config(
     if problems := ownership_problems(base, optimizer, scheduler):
         raise PlanError("\n".join(problems))
     values = auto_values(optimizer, scheduler)
-    config = resolve(plan, base, ranks=ranks, hidden=hidden_size(module), values=values)
+    config = resolve_deepspeed(plan, base, ranks=ranks, hidden=hidden_size(module), values=values)
     problems = [*config_problems(config, ranks)]
     if config.get("managed_gradient_accumulation", True) and plan.sync_each:
         problems.append(
@@ -315,8 +315,10 @@ def compiled_on_cpu(
         for group in optimizer.param_groups
     ]
     if kind is torch.optim.Adagrad:
-        return load().ops.adagrad.DeepSpeedCPUAdagrad(groups)
-    return load().ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=kind is torch.optim.AdamW)
+        return import_deepspeed().ops.adagrad.DeepSpeedCPUAdagrad(groups)
+    return import_deepspeed().ops.adam.DeepSpeedCPUAdam(
+        groups, adamw_mode=kind is torch.optim.AdamW
+    )
 
 
 def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -> None:
@@ -361,7 +363,7 @@ def _compiles(name: str, problem: str, plan: DeepSpeed, ctx: DistContext) -> boo
     return False
 
 
-def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
+def import_deepspeed(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
     """The deepspeed package.
 
     Raises:
@@ -382,7 +384,7 @@ def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
 
 def device_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     """Problems of the device with a plan."""
-    accelerator = load().accelerator.get_accelerator()
+    accelerator = import_deepspeed().accelerator.get_accelerator()
     name = accelerator.device_name()
     if name != ctx.device.type:
         if ctx.comm.simulated:  # the ranks may run on other machines than this one
@@ -473,7 +475,7 @@ def clip_at_stage_0(engine: Any) -> None:
             for master, weight in zip(masters, weights, strict=True):
                 master.data.copy_(weight.data)
     elif engine.optimizer is engine.basic_optimizer:
-        clip = load().runtime.utils.clip_grad_norm_
+        clip = import_deepspeed().runtime.utils.clip_grad_norm_
 
         def clip_and_keep() -> None:
             engine._global_grad_norm = clip(

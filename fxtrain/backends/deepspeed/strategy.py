@@ -27,7 +27,7 @@ from fxtrain.state import (
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    setup.load()
+    setup.import_deepspeed()
     problems = [*setup.device_problems(ctx, plan)]
     if plan.clip_value is not None:
         problems.append(

@@ -58,7 +58,7 @@ def shard_size(ctx: DistContext, config: FSDP) -> int:
     return sizes["shard"] * sizes["context"] if sizes["shard"] > 1 else ctx.axis("loss").world_size
 
 
-def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
+def ignored_parameters(module: nn.Module, config: FSDP) -> set[str]:
     """All names of the parameters that match a pattern, including the other names of tied ones.
 
     And of those without a dimension, such as a logit scale, or without values, which torch does
@@ -96,7 +96,7 @@ def units(module: nn.Module, config: FSDP) -> list[nn.Module]:
 
 def mixed_units(module: nn.Module, config: FSDP) -> list[str]:
     """Complex parameters in units that have real ones too, which torch cannot shard together."""
-    ignored, seen, found = ignored_names(module, config), set[int](), list[str]()
+    ignored, seen, found = ignored_parameters(module, config), set[int](), list[str]()
     for unit in [*units(module, config), module]:
         prefix = next(
             f"{path}." if path else "" for path, part in module.named_modules() if part is unit
@@ -196,7 +196,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
 def _apply(
     module: nn.Module, mesh: DeviceMesh, spread: DeviceMesh | None, ctx: DistContext, plan: Plan
 ) -> None:
-    names = ignored_names(module, plan.strategy)
+    names = ignored_parameters(module, plan.strategy)
     named = dict(module.named_parameters(remove_duplicate=False))
     ignored = {named[name] for name in names}
     for parameter in ignored:

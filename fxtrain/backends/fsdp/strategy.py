@@ -22,7 +22,7 @@ from fxtrain.backends.core.module_changes import (
 )
 from fxtrain.backends.fsdp.apply_fully_shard import (
     expert_problems,
-    ignored_names,
+    ignored_parameters,
     mixed_units,
     shard_module,
     shard_size,
@@ -84,7 +84,7 @@ def _unit_problems(module: nn.Module, config: FSDP) -> list[str]:
             )
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     problems += unknown_patterns(config.ignore, names, field="FSDP(ignore=...)")
-    ignored = ignored_names(module, config)
+    ignored = ignored_parameters(module, config)
     mixed = [] if problems else mixed_units(module, config)
     if mixed:
         problems.append(

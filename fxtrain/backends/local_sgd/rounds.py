@@ -25,7 +25,7 @@ MIN_WEIGHT = 2.0**-60
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Exchange:
+class PendingMean:
     """A weighted mean over the replicas, which may be under way. Equality and hash are by identity.
 
     Attributes:
@@ -49,7 +49,7 @@ class Exchange:
 
 def pack_means(
     tensors: Sequence[Tensor], weight: Tensor | float, device: torch.device, *, due: int
-) -> Exchange:
+) -> PendingMean:
     """What a replica sends for a mean of each tensor over the replicas, weighted by one number.
 
     Args:
@@ -61,7 +61,7 @@ def pack_means(
         parts = [real(tensors[n]).reshape(-1).to(device, dtype) for n in numbers]
         flat = torch.cat([*parts, torch.ones(1, dtype=dtype, device=parts[0].device)])
         sent.append(flat.mul_(weight))
-    return Exchange(due=due, sent=sent)
+    return PendingMean(due=due, sent=sent)
 
 
 def pack_int8(
@@ -71,7 +71,7 @@ def pack_int8(
     device: torch.device,
     *,
     due: int,
-) -> Exchange:
+) -> PendingMean:
     """Like `pack_means`, with values of eight bits; what they lose is sent the next time.
 
     Args:
@@ -89,10 +89,10 @@ def pack_int8(
             residuals[n].copy_(part.view_as(residuals[n]))
         share = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1)
         sent.append(torch.cat([payload, share.view(torch.uint8)]))
-    return Exchange(due=due, sent=sent)
+    return PendingMean(due=due, sent=sent)
 
 
-def send(exchange: Exchange, group: Any, ranks: int, *, keep: bool) -> Exchange:
+def send(exchange: PendingMean, group: Any, ranks: int, *, keep: bool) -> PendingMean:
     """Start the collectives of an exchange.
 
     Args:
@@ -117,7 +117,7 @@ def send(exchange: Exchange, group: Any, ranks: int, *, keep: bool) -> Exchange:
     return attrs.evolve(exchange, sent=sent, received=received, works=works)
 
 
-def _means_of(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _means_of(exchange: PendingMean, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The mean of each tensor, with its shape, dtype and device, after everything was received."""
     means: list[Tensor] = [*tensors]
     numbers_of = _by_dtype(tensors).items()
@@ -259,7 +259,7 @@ def load_outer_state(now: Round, saved: StateReader) -> None:
 
 
 def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> tuple[tuple[str, ...], ...]:
-    """Neighbouring parameters, of about the same size together."""
+    """Neighboring parameters, of about the same size together."""
     fragments: list[list[str]] = [[] for _ in range(count)]
     total, before = sum(p.numel() for p in parameters.values()), 0
     for name, parameter in parameters.items():
@@ -278,14 +278,14 @@ def buffers_of(module: nn.Module, *, floating: bool) -> list[Tensor]:
     ]
 
 
-def pack(
+def pack_fragment(
     module: nn.Module,
     now: Round,
     local: LocalSGD | DiLoCo,
     key: int,
     weight: Tensor | float,
     due: int,
-) -> Exchange:
+) -> PendingMean:
     """What this replica sends of a fragment, or of its buffers.
 
     Args:
@@ -314,7 +314,7 @@ def pack(
 
 
 def apply_means(
-    module: nn.Module, now: Round, local: LocalSGD | DiLoCo, key: int, exchange: Exchange
+    module: nn.Module, now: Round, local: LocalSGD | DiLoCo, key: int, exchange: PendingMean
 ) -> None:
     """Replace parameters or buffers by what follows from their means, once all was received."""
     if key == BUFFERS:

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from fxtrain import ops
 from fxtrain.backends.core.device_mesh import second_group
-from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes
+from fxtrain.backends.core.optimizer_state import values_as_bytes, values_from_bytes
 from fxtrain.backends.core.step_functions import broadcast_tensors
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.backends.local_sgd.rounds import (
     BUFFERS,
     MIN_WEIGHT,
-    Exchange,
+    PendingMean,
     apply_means,
     buffers_of,
     first_round,
     load_outer_state,
     outer_state,
-    pack,
+    pack_fragment,
     send,
 )
 from fxtrain.errors import StepError
@@ -173,7 +173,7 @@ def _state(inner: Strategy, model: Wrapped) -> ModelState:
     """Every tensor and every optimizer differs between replicas."""
     state, now = inner.state(model), _round(model)
     optimizers = {
-        f"optimizer.{index}.state": as_bytes(values["state"], f"optimizer.{index}")
+        f"optimizer.{index}.state": values_as_bytes(values["state"], f"optimizer.{index}")
         for index, values in enumerate(state.values["optimizers"])
     }
     return attrs.evolve(
@@ -220,7 +220,7 @@ def _of_this_replica(saved: StateReader) -> StateReader:
     for index, optimizer in enumerate(saved.values["optimizers"]):
         name = f"optimizer.{index}.state"
         if (raw := saved.own(name, saved.rank)) is not None:
-            states[name] = from_bytes(raw)
+            states[name] = values_from_bytes(raw)
         optimizers.append({**optimizer, "state": states.get(name, optimizer["state"])})
     values = {**saved.values, "optimizers": optimizers, _RANKS_OF_REPLICA: None}
     return attrs.evolve(saved, fill=fill, own=own_of, values=values)
@@ -330,7 +330,7 @@ def _start(
     if now.rows[key, _WEIGHTED]:
         weight = ops.reduce(weight, now.within, op="sum")
     weight = _averaging_weight(now.rows[key], weight, now.copies.world_size) + MIN_WEIGHT
-    packed = pack(model.module, now, local, key, weight, due)
+    packed = pack_fragment(model.module, now, local, key, weight, due)
     keep = not at_once or bool(now.residual)
     group = now.copies.comm.group if at_once else _delayed_group(model, now)
     now.under_way[key] = send(packed, group, now.copies.world_size, keep=keep)
@@ -401,7 +401,7 @@ def _resume_exchanges(model: Wrapped, now: Round, saved: StateReader) -> None:
         while (flat := saved.own(f"round.sent.{fragment}.{len(sent)}", saved.rank)) is not None:
             sent.append(flat.to(now.copies.device))
         group = _delayed_group(model, now)
-        exchange = Exchange(due=update, sent=sent)
+        exchange = PendingMean(due=update, sent=sent)
         now.under_way[fragment] = send(exchange, group, now.copies.world_size, keep=True)
 
 

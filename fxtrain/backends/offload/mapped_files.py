@@ -88,7 +88,7 @@ def mapped(file: MappedFile, stored: FileTensor) -> Tensor:
     return flat.view(stored.dtype).view(stored.shape)
 
 
-def check(file: MappedFile, tensor: str, start: int) -> None:
+def check_mapping(file: MappedFile, tensor: str, start: int) -> None:
     """Check that a file is the one that was mapped.
 
     Args:

@@ -201,7 +201,7 @@ def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
 
 
 def _refuse_packed(module: nn.Module, placement: Placement, *, trains: bool) -> None:
-    """Quantised weights that cannot stream to an accelerator."""
+    """Quantized weights that cannot stream to an accelerator."""
     if all(torch.device(device).type == "cpu" for device in placement.devices if device != DISK):
         return
     libraries = {library.name for _, _, library in quantized_layers(module)}
@@ -213,7 +213,7 @@ def _refuse_packed(module: nn.Module, placement: Placement, *, trains: bool) -> 
         )
     if libraries and trains:
         raise PlanError(
-            "wrap(optimizer=...): backward through quantised weights that stream to an "
+            "wrap(optimizer=...): backward through quantized weights that stream to an "
             "accelerator is not supported. Use Single() or DDP() with Plan(quantize=...), or "
             "train on the CPU."
         )

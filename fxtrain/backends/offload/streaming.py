@@ -17,7 +17,7 @@ from fxtrain import _tree
 from fxtrain._host_memory import pinned_buffer
 from fxtrain.backends.offload.mapped_files import (
     MappedFile,
-    check,
+    check_mapping,
     disk_waits,
     read,
 )
@@ -245,7 +245,7 @@ class Streaming:
         """
         for placed in {placed.file: placed for placed in unit.tensors}.values():
             if placed.file is not None:
-                check(placed.file, placed.names[0], placed.start)
+                check_mapping(placed.file, placed.names[0], placed.start)
         copies = self.copies
         if copies is not None:
             if unit.flat is None:

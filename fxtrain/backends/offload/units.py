@@ -12,7 +12,7 @@ from fxtrain.backends.offload.mapped_files import MappedFile
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.precision.quantizing import live_tensors
 from fxtrain.state import Placement, Unit
-from fxtrain.state.placement import DISK, owner_of
+from fxtrain.state.placement import DISK, unit_of
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -56,7 +56,7 @@ class PlacedTensor:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether a forward may change it: it is neither a parameter nor of a quantised weight."""
+        """Whether a forward may change it: it is neither a parameter nor of a quantized weight."""
         return self.trained and not isinstance(self.tensors[0], nn.Parameter)
 
 
@@ -121,7 +121,7 @@ def placed_tensors(module: nn.Module, placement: Placement) -> tuple[PlacedTenso
     packed: set[Hashable] = set()
     for name, part, tensor in _tensors(module):
         key = identity(tensor)
-        groups.setdefault(key, []).append((name, tensor, owner_of(units, name)))
+        groups.setdefault(key, []).append((name, tensor, unit_of(units, name)))
         if not isinstance(tensor, nn.Parameter) and name.rpartition(".")[2] not in part._buffers:
             packed.add(key)
     return tuple(_placed(group, placement, packed=key in packed) for key, group in groups.items())
@@ -138,7 +138,7 @@ def streamed_units(
     owners: dict[str, dict[int, nn.Module]] = {}
     units = {unit.name: unit for unit in placement.units}
     for name, part, _ in _tensors(module):
-        owners.setdefault(owner_of(units, name).name, {})[id(part)] = part
+        owners.setdefault(unit_of(units, name).name, {})[id(part)] = part
     parts = dict(module.named_modules(remove_duplicate=False))
     return tuple(
         StreamedUnit(
@@ -159,7 +159,7 @@ def _placed(
     """Where a tensor is held.
 
     Args:
-        packed: It belongs to a quantised weight. A number among those, which files hold as text,
+        packed: It belongs to a quantized weight. A number among those, which files hold as text,
             stays on the device.
     """
     _, tensor, unit = group[0]
@@ -177,7 +177,7 @@ def _placed(
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """(name, its module, tensor) of every parameter and buffer, and of quantised weights."""
+    """(name, its module, tensor) of every parameter and buffer, and of quantized weights."""
     for path, part in module.named_modules(remove_duplicate=False):
         own: dict[str, Tensor | None] = {**part._parameters, **part._buffers}
         if packed := live_tensors(part):

@@ -20,7 +20,7 @@ from fxtrain.backends.core.initial_values import fill_full, record_initial_value
 from fxtrain.backends.core.module_changes import prepare_module
 from fxtrain.backends.fsdp.apply_fully_shard import (
     gather_precision,
-    ignored_names,
+    ignored_parameters,
     shard_parts,
     shard_size,
     units,
@@ -195,7 +195,7 @@ def _axes(module: nn.Module, partition: Partition, ctx: DistContext, plan: Plan)
     several = {
         n for n, stages in partition.stages.items() if len(partition.holders(n)) < len(stages)
     }
-    whole = ignored_names(module, config) | several
+    whole = ignored_parameters(module, config) | several
     format = gather_precision(stage_plan).param_dtype if ctx.axis("data").world_size > 1 else None
     named = dict(module.named_parameters(remove_duplicate=False))
     sharded = [n for n, p in named.items() if n not in whole and p.is_floating_point()]

@@ -20,10 +20,10 @@ def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
     """
     rows = batch.sizes[rank]
     if rows:
-        data, valid = split(batch.data, rows, parts), batch.valid.split(rows // parts)
+        data, valid = split_parts(batch.data, rows, parts), batch.valid.split(rows // parts)
     else:  # a placeholder on a rank without rows, which counts for nothing
         there = _tree.row_count(batch.data) or 1
-        data, valid = split(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
+        data, valid = split_parts(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
     sizes = tuple(size // parts for size in batch.sizes)
     return [
         attrs.evolve(
@@ -42,7 +42,7 @@ def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
     ]
 
 
-def split(tree: Any, rows: int, parts: int) -> list[Any]:
+def split_parts(tree: Any, rows: int, parts: int) -> list[Any]:
     """Split a tree: tensors with this many rows, and lists of this many values, along them.
 
     Every other leaf is repeated in every part.
@@ -63,7 +63,7 @@ def _is_column(leaf: Any, rows: int) -> bool:
     return values and not any(isinstance(value, Tensor) for value in leaf)
 
 
-def join(trees: Sequence[Any], rows: int, *, totals: bool = False) -> Any:
+def join_rows(trees: Sequence[Any], rows: int, *, totals: bool = False) -> Any:
     """Join the trees of several micro-batches with this many rows each.
 
     Tensors with this many rows are concatenated. Single floating-point numbers are averaged, as

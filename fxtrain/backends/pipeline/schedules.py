@@ -17,7 +17,7 @@ from fxtrain.backends.pipeline.stage import (
     Probe,
     Stage,
     TensorMeta,
-    kind_of,
+    leaf_kind,
     probe,
     reshard_stage,
 )
@@ -115,7 +115,7 @@ class Pipeline:
             reshard_stage(stage)
 
 
-def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
+def prepare_schedule(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
     """The schedule for micro-batches with arguments like the first of these.
 
     Effects:
@@ -126,7 +126,7 @@ def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSc
     """
     engine: Pipeline = model.engine
     leaves, shape = _tree.flatten(calls[0])
-    key = (train, len(calls), engine.module.training, shape.text, *map(kind_of, leaves))
+    key = (train, len(calls), engine.module.training, shape.text, *map(leaf_kind, leaves))
     if key not in engine.schedules:
         ready = _prepared(model, calls, train=train)
         while len(engine.schedules) >= _MAX_SCHEDULES:

@@ -387,10 +387,10 @@ class Stage(nn.Module):
         return _tree.unflatten(form, [_fresh_output(tensor) for tensor in outputs])
 
     def _kind(self, leaf: Any) -> Any:
-        return self._hollow.made(leaf), kind_of(leaf)
+        return self._hollow.made(leaf), leaf_kind(leaf)
 
 
-def kind_of(leaf: Any) -> Any:
+def leaf_kind(leaf: Any) -> Any:
     """Equal for arguments of one kind: tensors of a shape and dtype, equal plain values."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.requires_grad

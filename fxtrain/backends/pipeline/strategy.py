@@ -24,16 +24,16 @@ from fxtrain.backends.fsdp.strategy import (
     splits_logits,
     undone_together,
 )
-from fxtrain.backends.pipeline.batch_parts import join, parts_of_batch, split
+from fxtrain.backends.pipeline.batch_parts import join_rows, parts_of_batch, split_parts
 from fxtrain.backends.pipeline.generation import generate
 from fxtrain.backends.pipeline.partition import SCHEDULES, parts_for, pipeline_problems
 from fxtrain.backends.pipeline.stage import ReceivedFakes
 from fxtrain.backends.pipeline.weights import (
     clip_norm,
     load_state,
+    pipeline_state,
     pipeline_weights,
     reduce_grads,
-    state_of,
 )
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import region
@@ -176,9 +176,9 @@ def run(
         _capture_arguments(model, compute_loss, *pair)
         for pair in zip(micro_batches, seeds, strict=True)
     ]
-    from fxtrain.backends.pipeline.schedules import prepare
+    from fxtrain.backends.pipeline.schedules import prepare_schedule
 
-    ready = prepare(model, calls, train=True)
+    ready = prepare_schedule(model, calls, train=True)
     if model.scaler is not None:
         model.scaler.scale(torch.zeros((), device=model.ctx.device))  # initializes torch's scaler
     shares: list[WeightedLoss] = []
@@ -239,10 +239,10 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "Pass tensors whose first dimension is the batch."
         )
     parts = _parts_of_forward(model, rows)
-    calls = split((args, kwargs), rows, parts)
-    from fxtrain.backends.pipeline.schedules import prepare
+    calls = split_parts((args, kwargs), rows, parts)
+    from fxtrain.backends.pipeline.schedules import prepare_schedule
 
-    ready = prepare(model, calls, train=False)
+    ready = prepare_schedule(model, calls, train=False)
     outputs: list[Any] = []
 
     def finish(out: Any, _: int) -> Tensor:
@@ -251,12 +251,12 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return torch.zeros(1, device=model.ctx.device)
 
     _run_all(model, ready, calls, finish, _nothing)
-    whole = join(outputs, rows // parts) if outputs else None
+    whole = join_rows(outputs, rows // parts) if outputs else None
     if outputs and model.plan.precision.output == "fp32":
         whole = _tree.map_leaves(step_functions.to_float, whole)
 
     def fake() -> Any:
-        return join([fake_output(model, ready, calls[0])] * parts, rows // parts)
+        return join_rows([fake_output(model, ready, calls[0])] * parts, rows // parts)
 
     config: PP = model.plan.strategy
     return whole if config.outputs == "last" else broadcast_outputs(model, ready, whole, fake)
@@ -443,7 +443,7 @@ def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows:
     own = [_tree.map_leaves(lambda x: _moved(x, device), share.aux) for share in shares]
     if model.ctx.comm.simulated and not own:
         own = [_tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[2])] * ready.parts
-    aux = join(own, rows, totals=True) if own else None
+    aux = join_rows(own, rows, totals=True) if own else None
     form = _broadcast_object(model, _tree.map_leaves(_emptied, aux))
     if not own:
         aux = _tree.map_leaves(lambda leaf: _made(leaf, device), form)
@@ -521,7 +521,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     run=_of_stages(run, SINGLE.run),
     clip_norm=_of_stages(clip_norm, SINGLE.clip_norm),
     apply=apply_with_buffers,
-    state=_of_stages(state_of, SINGLE.state),
+    state=_of_stages(pipeline_state, SINGLE.state),
     load_state=_of_stages(load_state, SINGLE.load_state),
     weights=_of_stages(pipeline_weights, SINGLE.weights),
     fused=(("backward", _backward),),

@@ -136,7 +136,7 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor_like
 
 
-def state_of(model: Wrapped) -> ModelState:
+def pipeline_state(model: Wrapped) -> ModelState:
     """Tensors of this rank's stages, and values as one process would save them.
 
     Effects:

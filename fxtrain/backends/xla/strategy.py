@@ -86,7 +86,7 @@ class RecompilationLog:
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    xla_runtime.load(needed_by="Plan(strategy=XLA(...))")
+    xla_runtime.import_xla(needed_by="Plan(strategy=XLA(...))")
     config: XLA = plan.strategy
     problems: list[str] = []
     if ctx.device.type != "xla":
@@ -210,9 +210,9 @@ def shard_parameters(
     module: nn.Module, ctx: DistContext, blocks: Sequence[str]
 ) -> tuple[nn.Module, Undo]:
     """Shard parameters over the shard axis; return the module to run instead, and the undo."""
-    mesh = xla_runtime.device_mesh(ctx.mesh)
-    around = xla_runtime.load("experimental.spmd_fully_sharded_data_parallel")
-    sharding = xla_runtime.load("distributed.spmd.xla_sharding")
+    mesh = xla_runtime.spmd_mesh(ctx.mesh)
+    around = xla_runtime.import_xla("experimental.spmd_fully_sharded_data_parallel")
+    sharding = xla_runtime.import_xla("distributed.spmd.xla_sharding")
     changes_since = record_module(module)
     engine = around.SpmdFullyShardedDataParallel(
         module,
@@ -243,9 +243,9 @@ def split_states(model: Wrapped) -> None:
     """
     if model.ctx.devices == 1 or model.ctx.mesh.shard == 1:
         return
-    spmd = xla_runtime.load("distributed.spmd")
-    around = xla_runtime.load("experimental.spmd_fully_sharded_data_parallel")
-    mesh = xla_runtime.device_mesh(model.ctx.mesh)
+    spmd = xla_runtime.import_xla("distributed.spmd")
+    around = xla_runtime.import_xla("experimental.spmd_fully_sharded_data_parallel")
+    mesh = xla_runtime.spmd_mesh(model.ctx.mesh)
     for optimizer in model.optimizers:
         for parameter, state in optimizer.state.items():
             for value in state.values():
@@ -256,7 +256,7 @@ def split_states(model: Wrapped) -> None:
 
 def _split_rows(out: Any, mesh: Any) -> None:
     """Keep the rows that a block returns on the devices on which they are."""
-    spmd = xla_runtime.load("distributed.spmd")
+    spmd = xla_runtime.import_xla("distributed.spmd")
     for leaf in _tree.flatten(out)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point():
             spmd.mark_sharding(leaf, mesh, xla_runtime.batch_sharding(leaf))
@@ -264,7 +264,7 @@ def _split_rows(out: Any, mesh: Any) -> None:
 
 def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
     """A forward whose activations torch_xla recomputes in backward."""
-    checkpoint = xla_runtime.load("utils.checkpoint").checkpoint
+    checkpoint = xla_runtime.import_xla("utils.checkpoint").checkpoint
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ def wants_xla(requested: str | torch.device | None, env: Mapping[str, str]) -> b
     return str(requested).split(":")[0] == "xla"
 
 
-def load(part: str = "", *, needed_by: str = "XLA") -> ModuleType:
+def import_xla(part: str = "", *, needed_by: str = "XLA") -> ModuleType:
     """torch_xla, or a module of it, such as `runtime`; one built for another torch is refused."""
     if _PACKAGE not in sys.modules:
         _check_versions(needed_by)
@@ -66,8 +66,8 @@ def start_runtime(
     by number. The device type and SPMD are selected for the whole process, as torch_xla does.
     """
     named = f"device={str(requested)!r}" if requested is not None else f"{_DEVICES}={env[_DEVICES]}"
-    xla = load(needed_by=f"detect with {named}")
-    runtime = load("runtime")
+    xla = import_xla(needed_by=f"detect with {named}")
+    runtime = import_xla("runtime")
     index = None if requested is None else torch.device(requested).index
     try:
         if _DEVICES in env:
@@ -111,9 +111,9 @@ def replicate(topology: Topology, device: torch.device) -> int:
 
     The rank is the runtime's, which orders collectives; the launcher's may differ.
     """
-    runtime = load("runtime")
-    model = load("core.xla_model")
-    load("distributed.xla_backend")  # makes "xla" known to torch.distributed
+    runtime = import_xla("runtime")
+    model = import_xla("core.xla_model")
+    import_xla("distributed.xla_backend")  # makes "xla" known to torch.distributed
     model.set_replication(device, [device])
     rank, world_size = int(runtime.global_ordinal()), runtime.global_device_count()
     if world_size != topology.world_size:
@@ -131,9 +131,9 @@ def register_subgroups(group: Any, device: torch.device, parts: list[list[int]])
     backend._mesh = parts
 
 
-def device_mesh(mesh: Mesh) -> Any:
+def spmd_mesh(mesh: Mesh) -> Any:
     """The devices of one process as torch_xla's mesh of data × fsdp."""
-    spmd = load("distributed.spmd")
+    spmd = import_xla("distributed.spmd")
     sizes = (mesh.replicate, mesh.shard)
     return spmd.Mesh(list(range(mesh.replicate * mesh.shard)), sizes, _AXES)
 
@@ -143,7 +143,7 @@ def batch_sharding(tensor: Tensor) -> tuple[Any, ...]:
     return (_AXES, *[None] * (tensor.ndim - 1)) if tensor.ndim else ()
 
 
-def to_device(tree: Any, ctx: DistContext) -> Any:
+def to_xla(tree: Any, ctx: DistContext) -> Any:
     """Copy a tree to the XLA device, in one transfer per number of tensor dimensions.
 
     Under SPMD each device gets its rows only.
@@ -153,13 +153,13 @@ def to_device(tree: Any, ctx: DistContext) -> Any:
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.device != ctx.device:
             groups.setdefault(leaf.ndim, []).append(place)
-    model = load("core.xla_model")
-    mesh = device_mesh(ctx.mesh) if ctx.devices > 1 else None
+    model = import_xla("core.xla_model")
+    mesh = spmd_mesh(ctx.mesh) if ctx.devices > 1 else None
     for places in groups.values():
         tensors = [leaves[place].detach().as_subclass(Tensor).cpu() for place in places]
         sharding = None
         if mesh is not None and tensors[0].ndim:
-            sharding = load("distributed.spmd").ShardingSpec(mesh, batch_sharding(tensors[0]))
+            sharding = import_xla("distributed.spmd").ShardingSpec(mesh, batch_sharding(tensors[0]))
         sent = model.send_cpu_data_to_device(tensors, ctx.device, sharding)
         for place, tensor in zip(places, sent, strict=True):
             leaves[place] = tensor
@@ -168,25 +168,25 @@ def to_device(tree: Any, ctx: DistContext) -> Any:
 
 def mean(tensors: list[Tensor], ranks: int) -> None:
     """Average tensors over all replicas in place, in one collective of the graph."""
-    model = load("core.xla_model")
+    model = import_xla("core.xla_model")
     model.all_reduce(model.REDUCE_SUM, tensors, scale=1.0 / ranks, pin_layout=False)
 
 
 def mark_step() -> None:
     """End the graph that was traced so far, and let the device run it."""
-    load().sync()
+    import_xla().sync()
 
 
 def compilations() -> int:
     """Graphs that this process has compiled so far."""
-    return load("debug.metrics").counter_value("UncachedCompile") or 0
+    return import_xla("debug.metrics").counter_value("UncachedCompile") or 0
 
 
-def seed(value: int, ctx: DistContext) -> None:
+def seed_device(value: int, ctx: DistContext) -> None:
     """Seed the device's generator, which torch.manual_seed does not."""
-    load("core.xla_model").set_rng_state(value, str(ctx.device))
+    import_xla("core.xla_model").set_rng_state(value, str(ctx.device))
 
 
-def random_state(ctx: DistContext) -> int:
+def xla_random_state(ctx: DistContext) -> int:
     """The state of the device's generator, an unsigned number; it changes at each mark_step."""
-    return load("core.xla_model").get_rng_state(str(ctx.device))
+    return import_xla("core.xla_model").get_rng_state(str(ctx.device))

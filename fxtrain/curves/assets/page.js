@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const COLOURS = 8;
+  const COLORS = 8;
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
   const EVAL_DASH = [4, 4];
   const HEIGHT = 240;
@@ -62,15 +62,15 @@
   };
   const number = (y) => (y === null || y === undefined ? "-" : String(+y.toPrecision(6)));
 
-  // --- colours ---
+  // --- colors ---
   const style = getComputedStyle(document.documentElement);
   const token = (name) => style.getPropertyValue(name).trim();
-  const colour = (run) => token(`--run-${run % COLOURS}`);
-  const dash = (run) => DASHES[Math.floor(run / COLOURS + run) % DASHES.length];
+  const color = (run) => token(`--run-${run % COLORS}`);
+  const dash = (run) => DASHES[Math.floor(run / COLORS + run) % DASHES.length];
   function keys() {
     for (const key of document.querySelectorAll("svg.key")) {
       const run = Number(key.dataset.run);
-      key.firstElementChild.style.stroke = colour(run);
+      key.firstElementChild.style.stroke = color(run);
       key.firstElementChild.style.strokeDasharray = dash(run).join(" ");
     }
   }
@@ -155,7 +155,7 @@
     const found = [{ label: chosen.over, value: (_, x) => position(x) }];
     for (const curve of curves) {
       const dashes = isEval(metric, curve) ? EVAL_DASH : dash(curve.run);
-      const look = { stroke: colour(curve.run), dash: dashes };
+      const look = { stroke: color(curve.run), dash: dashes };
       const label = labelOf(metric, curve);
       if (chosen.smoothing)
         found.push({ ...look, label, width: 1, alpha: 0.25, class: "raw", points: { show: false } });

@@ -13,11 +13,11 @@ from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.spec import (
     Invocation,
     LaunchSpec,
-    count,
     each,
     flag_words,
     launch_record,
     name_values,
+    number_from,
 )
 
 _label = each(
@@ -56,7 +56,7 @@ class KubernetesOptions:
     image: str = ""
     name: str = attrs.field(default="", validator=_label)
     namespace: str = attrs.field(default="", validator=_label)
-    gpus: int = attrs.field(default=0, validator=count(0))
+    gpus: int = attrs.field(default=0, validator=number_from(0))
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str = ""
     memory: str = ""

@@ -9,7 +9,7 @@ from fxtrain.errors import LaunchError
 from fxtrain.launchers.launcher import ERRORS, RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.program import rank_command, shared_environment, threads_of
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, launch_record, number_from
 
 # Under the names of Open MPI and MPICH; "exclusive" is as many cores as a rank has threads.
 _BINDINGS = {
@@ -38,7 +38,7 @@ class MpiOptions:
     kind: Literal["openmpi", "mpich", "intel"] | None = None
     program: str = "mpirun"
     hostfile: str = ""
-    ccl_workers: int | None = attrs.field(default=None, validator=count(1))
+    ccl_workers: int | None = attrs.field(default=None, validator=number_from(1))
     ccl_transport: Literal["mpi", "ofi"] | None = None
     extra: tuple[str, ...] = ()
 

@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain.launchers.launcher import PER_NODE, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, flag_words, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, flag_words, launch_record, number_from
 
 _FILE = "fxtrain-launch/ray.json"
 
@@ -27,8 +27,8 @@ class RayOptions:
 
     job_server: str = ""
     address: str = ""
-    cpus_per_rank: int = attrs.field(default=1, validator=count(1))
-    gpus_per_rank: int = attrs.field(default=0, validator=count(0))
+    cpus_per_rank: int = attrs.field(default=1, validator=number_from(1))
+    gpus_per_rank: int = attrs.field(default=0, validator=number_from(0))
     wait: bool = True
 
 

@@ -10,7 +10,7 @@ from fxtrain.errors import LaunchError
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.program import remote_environment
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, launch_record, number_from
 
 _FILE = "fxtrain-launch/sagemaker.py"
 _WITH_GPUS = ("ml.g", "ml.p")
@@ -74,8 +74,8 @@ class SageMakerOptions:
     output_path: str = ""
     checkpoints: str = ""
     inputs: tuple[str, ...] = ()
-    max_run_s: int | None = attrs.field(default=None, validator=count(1))
-    max_wait_s: int | None = attrs.field(default=None, validator=count(1))
+    max_run_s: int | None = attrs.field(default=None, validator=number_from(1))
+    max_wait_s: int | None = attrs.field(default=None, validator=number_from(1))
     spot: bool = False
     local: bool = False
     wait: bool = True

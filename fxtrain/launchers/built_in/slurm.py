@@ -17,7 +17,14 @@ from fxtrain.launchers.program import (
     shared_environment,
     threads_of,
 )
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, each, launch_record, name_values
+from fxtrain.launchers.spec import (
+    Invocation,
+    LaunchSpec,
+    each,
+    launch_record,
+    name_values,
+    number_from,
+)
 
 _BINDINGS = {"node": "ldoms", "socket": "sockets", "exclusive": "cores"}
 _plain = each(re.compile(r"[^\s\"'\\#]+").fullmatch, expected="a word without spaces or quotes")
@@ -53,12 +60,12 @@ class SlurmOptions:
     qos: str = attrs.field(default="", validator=_plain)
     time: str = attrs.field(default="", validator=_plain)
     gpus_per_node: str = attrs.field(default="", validator=_plain)
-    cpus_per_task: int | None = attrs.field(default=None, validator=count(1))
+    cpus_per_task: int | None = attrs.field(default=None, validator=number_from(1))
     mem: str = attrs.field(default="", validator=_plain)
     constraint: str = attrs.field(default="", validator=_plain)
     output: str = attrs.field(default="", validator=_plain)
     requeue: bool = True
-    warn_s: int = attrs.field(default=120, validator=count(1))
+    warn_s: int = attrs.field(default=120, validator=number_from(1))
     setup: tuple[str, ...] = attrs.field(default=(), validator=_line)
     extra: tuple[str, ...] = attrs.field(default=(), validator=_line)
     file: str = ""

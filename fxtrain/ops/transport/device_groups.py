@@ -36,7 +36,7 @@ def can_defer(ctx: DistContext) -> bool:
     return _has_own_group(ctx) and _library(ctx) != "gloo"
 
 
-def on_device(ctx: DistContext, run: Callable[[Any], T]) -> T:
+def run_on_device_group(ctx: DistContext, run: Callable[[Any], T]) -> T:
     """Run a collective over the process group for tensors of the context's device.
 
     Over all ranks that is a group of its own, so that values do not mix with gradients if a rank

@@ -198,7 +198,7 @@ def exchange_rows(
     return rows.clone() if keep else rows, sizes
 
 
-def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
+def compare_calls(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     """Compare a call between all ranks before its data is sent by another collective.
 
     Args:

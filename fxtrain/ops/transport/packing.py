@@ -95,7 +95,7 @@ def _check_layout(leaf: Any) -> None:
     raise CollectiveError(f"Collectives do not take {found}. Pass its {instead}.")
 
 
-def signature(packed: Packed, extra: str = "") -> str:
+def call_signature(packed: Packed, extra: str = "") -> str:
     """Structure, dtypes and shapes as text: equal on ranks whose calls match."""
     kinds = [
         f"{_NAMES[t.dtype]}{[*t.shape]}" if t.is_cpu else f"{_NAMES[t.dtype]}{[*t.shape]}@device"

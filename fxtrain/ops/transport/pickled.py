@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fxtrain._secret import SECRET, TAG_BYTES, signature
+from fxtrain._secret import SECRET, TAG_BYTES, sign
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.exchange import exchange_texts
 from fxtrain.ops.transport.packing import as_tensor
@@ -113,7 +113,7 @@ def dump_or_raise(value: Any, ctx: DistContext) -> Tensor:
 
 def _as_blob(parts: list[bytes | memoryview], ctx: DistContext, kind: int, begin: int) -> Tensor:
     data = bytearray().join([bytes(TAG_BYTES), _HEADER.pack(kind, begin), *parts])
-    data[:TAG_BYTES] = signature(memoryview(data)[TAG_BYTES:], ctx.comm.key)
+    data[:TAG_BYTES] = sign(memoryview(data)[TAG_BYTES:], ctx.comm.key)
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -175,7 +175,7 @@ def _verified(op: str, rank: int, blob: Tensor, ctx: DistContext) -> _Unpickler:
             f"{str(content[begin:], errors='replace')}. Send tensors, or objects that pickle.",
             code="FX304",
         )
-    wanted = signature(content[TAG_BYTES:], ctx.comm.key)
+    wanted = sign(content[TAG_BYTES:], ctx.comm.key)
     if not hmac.compare_digest(wanted, content[:TAG_BYTES]):
         raise CollectiveError(
             f"{op}: the object from rank {rank} is not signed with this run's secret, so it was "

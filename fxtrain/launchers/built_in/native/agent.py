@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import FAREWELL, FAREWELL_S
-from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous, open_handler, say
+from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous, open_handler, print_note
 from fxtrain.launchers.orphans import MARK, end_strays
 from fxtrain.launchers.outcome import (
     LaunchResult,
@@ -175,7 +175,7 @@ class NodeEnds:
             beat, now = self.store.add(f"alive/{node}", 0), time.monotonic()
             if end := self._end_of(node):
                 if end.stopped:
-                    say(end.text)
+                    print_note(end.text)
                 ends[node] = end
             elif beat != seen:
                 beats[node] = beat, now
@@ -511,20 +511,20 @@ class _Agent(LocalElasticAgent):
         lost = self._ends is _ALONE
         self._in_a_row = 0 if ending.culprit or lost else self._in_a_row + 1
         if self._can_leave():
-            say(
+            print_note(
                 f"N{self._ends.name[1:]} leaves the run: its ranks failed {_FAILURES} times in a "
                 f"row, and enough other nodes remain."
             )
             self._left, self._remaining_restarts = ending, 0
             return
         why = describe(ending) if ending.failures else "A rank of another node ended."
-        say(f"Attempt {attempt} failed; {self._remaining_restarts} more to come. {why}")
+        print_note(f"Attempt {attempt} failed; {self._remaining_restarts} more to come. {why}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:
             why = self._ends.told()
             self._in_a_row = 0 if why else self._in_a_row
-            say(f"The ranks of this node start again. {why or 'Nodes join or leave.'}")
+            print_note(f"The ranks of this node start again. {why or 'Nodes join or leave.'}")
         if self.launch.elastic:
             self._ends.interrupt()
         restart: Any = super()._restart_workers  # decorated without types
@@ -552,7 +552,7 @@ class _Agent(LocalElasticAgent):
         self.met = self._joined = True
         count = worker_group.group_world_size or 1
         if count < self._ends.count:
-            say(f"The run continues with {count} of {self._ends.count} nodes.")
+            print_note(f"The run continues with {count} of {self._ends.count} nodes.")
         self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
         self._ends.begin()
         self._stopped_at = None
@@ -568,7 +568,9 @@ class _Agent(LocalElasticAgent):
                 late = time.monotonic() - lost_at > self.launch.connect_timeout_s
                 if late or not self.launch.elastic:
                     raise
-                say("A node that had joined was lost before its ranks started. All join again.")
+                print_note(
+                    "A node that had joined was lost before its ranks started. All join again."
+                )
 
     def _exit_barrier(self) -> None:
         if not self.launch.elastic:  # where nodes join and leave, it has waited for the others

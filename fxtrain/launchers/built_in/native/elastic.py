@@ -295,7 +295,7 @@ def _forward(number: int) -> None:
 def _tell_stacks() -> None:
     try:
         stacks = _extensions.stacks
-        text = stacks.described(stacks.ask(Path(os.environ[_standing().STACKS])))
+        text = stacks.describe_stacks(stacks.ask(Path(os.environ[_standing().STACKS])))
     except LaunchError as error:  # no rank has called fx.detect yet
         text = str(error)
     sys.stderr.write(f"fxtrain launch: {text}\n")

@@ -153,7 +153,7 @@ class ElasticRendezvous:
             return
         if self._handler._this_node in state.redundancy_list:
             other = " If it belongs to another run, end it, and choose another main_port for it."
-            say(
+            print_note(
                 f"Run {self._run_id!r} at {self._place} has its {len(state.participants)} nodes. "
                 f"This launcher stands by, to take the place of one that leaves."
                 f"{'' if self._before else other}"
@@ -164,12 +164,12 @@ class ElasticRendezvous:
         missing = {rank: node.addr for node, rank in self._before.items() if node not in joined}
         if missing:
             nodes = ", ".join(f"{rank} ({addr})" for rank, addr in sorted(missing.items()))
-            say(
+            print_note(
                 f"Waiting for node{'s' * (len(missing) > 1)} {nodes} of the attempt before, or for "
                 f"others in their place, for up to {self._wait_s:.0f} s."
             )
         elif len(joined) < self._fewest:
-            say(
+            print_note(
                 f"{len(joined)} of {self._fewest} nodes have joined; waiting for the others for up "
                 f"to {self._wait_s:.0f} s."
             )
@@ -181,7 +181,7 @@ class ElasticRendezvous:
             return 0 if self._backend.seen.closed else waiting
         except RendezvousConnectionError as error:
             if not self._lost:
-                say(
+                print_note(
                     f"The rendezvous at {self._place} does not answer: {error} The ranks of this "
                     f"node run on, but nodes can neither join nor restart."
                 )
@@ -275,7 +275,7 @@ def meet(
             store.compare_set("refused", "", why)  # the first one's, for all
         elif missing and waited_s > _SILENT_S and not told:
             told = True
-            say(f"Node {node} of {count} waits for {who}, for up to {wait_s:.0f} s.{hint}")
+            print_note(f"Node {node} of {count} waits for {who}, for up to {wait_s:.0f} s.{hint}")
         time.sleep(_POLL_INTERVAL_S)
     if store.check(["refused"]):
         why = store.get("refused").decode()
@@ -500,7 +500,7 @@ def _exactly(kind: type[T], value: Any) -> T:
     return value
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """Write a line of the launcher to standard error."""
     sys.stderr.write(f"fxtrain launch: {text}\n")
     sys.stderr.flush()
