@@ -143,8 +143,8 @@ def _interfaces() -> dict[str, str]:
             asked = struct.pack("256s", name.encode()[:15])
             # An interface may have no address.
             with contextlib.suppress(OSError):
-                told = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)
-                addresses[name] = socket.inet_ntoa(told[20:24])
+                answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)
+                addresses[name] = socket.inet_ntoa(answer[20:24])
     return addresses
 
 
@@ -206,8 +206,8 @@ def listen(address: str, port: int) -> socket.socket:
 
     Example:
         >>> from fxtrain._addresses import listen
-        >>> with listen("localhost", 0) as door:
-        ...     door.getsockname()[0]
+        >>> with listen("localhost", 0) as listener:
+        ...     listener.getsockname()[0]
         '127.0.0.1'
     """
     for family, place in _candidate_addresses(address, port):

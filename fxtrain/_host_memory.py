@@ -60,8 +60,8 @@ def _forget_error() -> None:
 def process_memory() -> tuple[int, int]:
     """Resident bytes of this process now, and the most so far; 0 where the system does not say.
 
-    On Linux one file tells both, since `getrusage` lets other processes run first. The peak of
-    `getrusage` may also be that of a parent process.
+    On Linux both are read from one file, since `getrusage` lets other processes run first. Its
+    peak may also be that of a parent process.
     """
     if sys.platform == "linux":
         text = _text(_STATUS_OF_THIS)

@@ -30,7 +30,7 @@ def optional(name: str, *, extra: str, needed_by: str) -> ModuleType:
         ) from error
 
 
-def installed_rows(
+def installed_entries(
     *,
     taken: Collection[K],
     group: str,
@@ -47,19 +47,19 @@ def installed_rows(
     metadata = importlib.import_module("importlib.metadata")  # slow, and few commands need it
     for entry in _entries(metadata.entry_points, group, tuple(sys.path)):
         named = f"The entry point {entry.name} = {entry.value} in {group}"
-        row = _loaded(entry, named, error)
-        if not isinstance(row, kind):
+        loaded = _loaded(entry, named, error)
+        if not isinstance(loaded, kind):
             raise error(
-                f"{named} should load a {kind.__name__}, found {type(row).__name__}. Report this "
-                f"to the author of its package."
+                f"{named} should load a {kind.__name__}, found {type(loaded).__name__}. Report "
+                f"this to the author of its package."
             )
-        if key(row) in table or key(row) in taken:
-            name = key(row)
+        if key(loaded) in table or key(loaded) in taken:
+            name = key(loaded)
             shown = name.__name__ if isinstance(name, type) else name
             raise error(
                 f"{named} adds a second {kind.__name__.lower()} for {shown}. Uninstall one of them."
             )
-        table[key(row)] = row
+        table[key(loaded)] = loaded
     return table
 
 

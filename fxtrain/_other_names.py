@@ -45,9 +45,9 @@ def other_names() -> tuple[OtherName, ...]:
 
 def setting(name: str) -> OtherName | None:
     """What a name is as an argument, a flag, or a key: as it is, or without its prefix."""
-    row = _find(name, _SETTINGS)
+    entry = _find(name, _SETTINGS)
     prefix = next((start for start in _table()["prefixes"] if name.startswith(start)), "")
-    return row or (_find(name.removeprefix(prefix), _SETTINGS) if prefix else None)
+    return entry or (_find(name.removeprefix(prefix), _SETTINGS) if prefix else None)
 
 
 def hint(name: object, *, at: Literal["script", "file", "command"] = "script") -> str:
@@ -65,16 +65,16 @@ def hint(name: object, *, at: Literal["script", "file", "command"] = "script") -
         ' FSDP2 always does this.'
     """
     word = name.lstrip("-").replace("-", "_").lower() if isinstance(name, str) else ""
-    row = setting(word)
-    if row is None or row.none:
-        return f" {row.none}" if row else ""
-    if at == "file" and row.path:
-        return f" Use {row.path}."
-    is_launch = row.use.startswith("fxtrain ")
-    if at == "command" and row.path and not is_launch:
-        here = f"{row.path} in a launch file, or --set {row.path}=..."
-        return f" Use {row.use} in the script, {here}."
-    return f" Use {row.use}{'' if at == 'script' or is_launch else ' in the script'}."
+    entry = setting(word)
+    if entry is None or entry.none:
+        return f" {entry.none}" if entry else ""
+    if at == "file" and entry.path:
+        return f" Use {entry.path}."
+    is_launch = entry.use.startswith("fxtrain ")
+    if at == "command" and entry.path and not is_launch:
+        here = f"{entry.path} in a launch file, or --set {entry.path}=..."
+        return f" Use {entry.use} in the script, {here}."
+    return f" Use {entry.use}{'' if at == 'script' or is_launch else ' in the script'}."
 
 
 def field_hint(owner: str, name: str, known: Collection[str]) -> str:
@@ -91,8 +91,8 @@ def field_hint(owner: str, name: str, known: Collection[str]) -> str:
     """
     if own := _find(f"{owner}.{name}", _SETTINGS):
         return f" {own.none}" if own.none else f" Use {owner}({own.use})."
-    row = setting(name)
-    field = row.path.rpartition(".")[2] if row else ""
+    entry = setting(name)
+    field = entry.path.rpartition(".")[2] if entry else ""
     return f" Use {owner}({field}=...)." if field in known and owner != "Plan" else hint(name)
 
 
@@ -104,8 +104,8 @@ def call_hint(name: str, owner: str = "") -> str:
         >>> call_hint("wait_for_everyone")
         ' Use fx.ops.barrier(ctx).'
     """
-    row = _find(f"{owner}.{name}", _CALLS) if owner else _find(name, _CALLS) or setting(name)
-    return f" {row.none or f'Use {row.use}.'}" if row else ""
+    entry = _find(f"{owner}.{name}", _CALLS) if owner else _find(name, _CALLS) or setting(name)
+    return f" {entry.none or f'Use {entry.use}.'}" if entry else ""
 
 
 def value_hint(field: str, value: object) -> str:
@@ -118,8 +118,8 @@ def value_hint(field: str, value: object) -> str:
     """
     plain = isinstance(value, str) or type(value).__name__ == "dtype" or value in (16, 32)
     word = str(value).lower().removeprefix("torch.") if plain else ""
-    row = _find(f"{field}.{word}", ("value",))
-    return f" Use {field}={row.use}." if row else ""
+    entry = _find(f"{field}.{word}", ("value",))
+    return f" Use {field}={entry.use}." if entry else ""
 
 
 def closest(value: Any, choices: Iterable[str]) -> str:
@@ -152,15 +152,15 @@ def _table() -> Mapping[str, Any]:
 @functools.cache
 def _by_name() -> Mapping[tuple[str, str], OtherName]:
     """By kind and name; of a name that several libraries have, the first."""
-    names = {(row.kind, row.name): row for row in reversed(other_names())}
+    names = {(entry.kind, entry.name): entry for entry in reversed(other_names())}
     return MappingProxyType(names)
 
 
 def _find(name: str, kinds: Collection[str]) -> OtherName | None:
     known = _by_name()
     exact = next((known[kind, name] for kind in kinds if (kind, name) in known), None)
-    patterns = (row for row in known.values() if "*" in row.name and row.kind in kinds)
-    return exact or next((row for row in patterns if fnmatchcase(name, row.name)), None)
+    patterns = (entry for entry in known.values() if "*" in entry.name and entry.kind in kinds)
+    return exact or next((entry for entry in patterns if fnmatchcase(name, entry.name)), None)
 
 
 def _answer(answer: Any) -> dict[str, str]:

@@ -43,8 +43,8 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
         try:
             check_field(field, value)
         except ValueError as problem:
-            told = shown(value) if field.repr else "..."
-            raise error(f"{owner}({field.name}={told}): {problem}") from None
+            text = shown(value) if field.repr else "..."
+            raise error(f"{owner}({field.name}={text}): {problem}") from None
 
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
         return [

@@ -39,8 +39,8 @@ def sign(data: memoryview, key: bytes) -> bytes:
 
     Example:
         >>> from fxtrain._secret import derive_key, sign
-        >>> mine, other = map(derive_key, ("16 and more characters", "another long secret"))
-        >>> sign(memoryview(b"data"), mine) == sign(memoryview(b"data"), other)
+        >>> one, other = map(derive_key, ("16 and more characters", "another long secret"))
+        >>> sign(memoryview(b"data"), one) == sign(memoryview(b"data"), other)
         False
     """
     return _digest(key, data) if key else bytes(TAG_BYTES)

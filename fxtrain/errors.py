@@ -43,9 +43,8 @@ _QUOTED_CODE = re.compile(r" \[(FX\d{3})\]")
 class FxError(Exception):
     """Base of every error that fxtrain raises on purpose.
 
-    Its text contains no control characters, wherever it comes from, and ends with its code. An
-    error whose message quotes another error, such as that of another rank, has the code of that
-    one, which is the cause.
+    Its text contains no control characters, wherever it comes from, and ends with its code. If an
+    error was caused by another (for example, on another rank), it has the code of the cause.
 
     Attributes:
         code: What `fxtrain explain` explains, such as "FX602": that of the class, or a more precise

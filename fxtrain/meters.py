@@ -38,7 +38,7 @@ _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
 
 @attrs.frozen
 class Meter:
-    """What a stretch of a run has processed; made at its start, a value like every record.
+    """What a part of a run has processed; made at its start, a value like every record.
 
     Attributes:
         started_s: When, by `time.perf_counter`.
@@ -94,12 +94,14 @@ class Meter:
         seconds = time.perf_counter() - self.started_s
         # Tensor and pipeline ranks have the same tokens, which count once.
         tokens = self.tokens * ctx.axis("loss").world_size / ctx.world_size
-        mine = torch.tensor([tokens, self.flops, self.waited_s], dtype=torch.float64, device="cpu")
+        totals = torch.tensor(
+            [tokens, self.flops, self.waited_s], dtype=torch.float64, device="cpu"
+        )
         slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         if ctx.world_size > 1:
-            mine = ops.reduce(mine, ctx, op="sum")
+            totals = ops.reduce(totals, ctx, op="sum")
             slowest = ops.reduce(slowest, ctx, op="max")
-        tokens, flops, waited_s = mine.tolist()
+        tokens, flops, waited_s = totals.tolist()
         seconds = max(float(slowest), 1e-9)
         rates = {
             "rows_per_s": self.rows / seconds,

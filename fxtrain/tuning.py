@@ -260,7 +260,7 @@ def _fits(
     finally:
         empty_cache(ctx.device)
     try:
-        rows = _tell(ctx, too_large=ran_out or (problem is None and not fits))
+        rows = _share(ctx, too_large=ran_out or (problem is None and not fits))
     except CollectiveError as error:
         if problem is None or ran_out:
             raise
@@ -272,7 +272,7 @@ def _fits(
     return True
 
 
-def _tell(ctx: DistContext, *, too_large: bool) -> list[bool]:
+def _share(ctx: DistContext, *, too_large: bool) -> list[bool]:
     """By rank, whether a size is too large for it."""
     try:
         return ops.gather_objects(too_large, ctx)

@@ -184,11 +184,11 @@ def _is_accepted(spec, plan):
             placed = attrs.evolve(ctx, device=planned.device, devices=planned.devices)
             if planned.devices > 1:
                 placed = attrs.evolve(placed, mesh=planned.mesh)
-            row = built_in(type(plan.strategy))
+            entry = built_in(type(plan.strategy))
             model = stand_in(planned.mesh)
             if isinstance(plan.strategy, fx.DeepSpeed):
                 fx.interop.deepspeed_config(plan, ranks=placed.axis("data").world_size)
-            return problems_of(row, placed, without_names(plan), model) == ()
+            return problems_of(entry, placed, without_names(plan), model) == ()
     except fx.FxError:
         return False
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.trackers import Tracker, read_run
+from tests._errors import raises_code
 
 
 def _made(ctx, plan=None, *, rows=8, weight=None):
@@ -96,13 +97,13 @@ def test_tokens_are_those_of_all_updates_also_before_a_restart(ctx, tmp_path):
 
 
 def test_tokens_need_weights(ctx, tmp_path):
-    with pytest.raises(fx.PlanError, match=r"weighted by rows.*Weighted.*or pass rows="):
+    with raises_code("FX200", "rows="):
         _fit(ctx, tmp_path, tokens=100)
 
 
 def test_a_length_is_required(ctx, tmp_path):
     fns, loader = _made(ctx)
-    with pytest.raises(fx.PlanError, match="Pass epochs=, updates=, rows= or tokens="):
+    with raises_code("FX200", "epochs=", "updates=", "rows=", "tokens="):
         fx.fit(ctx, fns, loader, tmp_path)
 
 

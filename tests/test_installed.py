@@ -9,6 +9,7 @@ import torch
 import fxtrain as fx
 from fxtrain import cli
 from fxtrain.launchers import LaunchSpec, find_launcher, known_launchers, prepare, run
+from tests._errors import raises_code
 
 THEIRS = '''
 import sys
@@ -95,9 +96,9 @@ def test_a_launcher_is_found_by_its_name_and_started(theirs, tmp_path, capfd):
     assert prepare(spec).argv[-2:] == ("slots=3", target)
     assert run(spec).code == 0
     assert capfd.readouterr().out == f"queued slots=3 {target}\n"
-    with pytest.raises(fx.errors.LaunchError, match="The launcher queue has no option 'slot'"):
+    with raises_code("FX700", "'slot'"):
         prepare(LaunchSpec(target=target, launcher="queue", options={"slot": "3"}))
-    with pytest.raises(fx.errors.LaunchError, match="does not support restarts=2"):
+    with raises_code("FX700", "restarts=2"):
         prepare(LaunchSpec(target=target, launcher="queue", restarts=2))
 
 

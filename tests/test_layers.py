@@ -167,7 +167,7 @@ MUTABLE = {
     "fxtrain.state.window.ModelStatus": "what changes in the handle of a model",
     "fxtrain.data.fetch._Pass": "how far a pass over a stream got",
     "fxtrain.data.dataset_uses.DatasetUse": "what the loaders of a dataset know of it together",
-    "fxtrain.data.sources._Told": "the epoch that a dataset and its sampler know",
+    "fxtrain.data.sources._KnownEpoch": "the epoch that a dataset and its sampler know",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.core.gradient_buckets._Progress": "how far a forward and its backward are",

@@ -94,11 +94,11 @@ ROWS = {
 
 
 def _problems(strategy, axes, fields):
-    row = built_in(type(strategy))
+    entry = built_in(type(strategy))
     with fake_world(8, mesh=fx.Mesh(**axes)) as ctx:
         kind = "xla" if isinstance(strategy, fx.XLA) else "cuda"
         placed = attrs.evolve(ctx, device=torch.device(kind))
-        return problems_of(row, placed, fx.Plan(strategy=strategy, **fields), Net())
+        return problems_of(entry, placed, fx.Plan(strategy=strategy, **fields), Net())
 
 
 def _table():

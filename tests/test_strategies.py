@@ -16,6 +16,7 @@ from fxtrain.state import structure, unsupported
 from fxtrain.state.plan import StrategyKind
 from fxtrain.state.registry import BUILT_IN, kind_of
 from fxtrain.testing import LAWS, Cluster
+from tests._errors import raises_code
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +68,7 @@ def test_a_third_party_row_is_found_by_its_config(installed):
     with fx.detect({}, device="cpu") as ctx:
         model = fx.wrap(torch.nn.Linear(2, 1), ctx, plan)
         assert model.strategy is ROW  # though its wrap is Single's own
-        with pytest.raises(fx.PlanError, match="Mine does not support it"):
+        with raises_code("FX202"):
             fx.ops.clip_value(model, 1.0)
     for form in ("json", "toml", "yaml"):
         assert fx.state.loads(fx.state.dumps(plan, form), fx.Plan, form) == plan
@@ -117,13 +118,13 @@ def test_a_package_that_looks_up_its_own_entry_point_is_named_once(tmp_path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = EntryPoint("mine", "circular_package:ENTRY", "fxtrain.strategies")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
-    with pytest.raises(fx.PlanError, match="mine = circular_package:ENTRY") as raised:
+    with raises_code("FX200", "circular_package:ENTRY") as raised:
         strategies()
     assert str(raised.value).count("circular_package:ENTRY") == 1
 
 
 def test_a_config_that_nobody_carries_out_is_refused():
-    with fx.detect({}, device="cpu") as ctx, pytest.raises(fx.PlanError, match=r"DDP, .*Single"):
+    with fx.detect({}, device="cpu") as ctx, raises_code("FX200", "DDP"):
         fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(strategy=Mine()))
 
 

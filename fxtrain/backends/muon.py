@@ -210,10 +210,10 @@ def _orthogonalized(
         shapes[owner].append(matrix.shape(one.here))
         if matrix.sends(one.here, owner):
             sent[owner].append(momentum)
-    mine = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == one.here]
-    parts = [[each.shape(rank) for each in mine if each.sends(rank, one.here)] for rank in ranks]
+    owned = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == one.here]
+    parts = [[each.shape(rank) for each in owned if each.sends(rank, one.here)] for rank in ranks]
     arrived = _exchange(one, sent, parts, apart=not any(each.is_sharded for each in matrices))
-    for matrix in mine:
+    for matrix in owned:
         whole = torch.empty(matrix.parameter.shape, dtype=torch.bfloat16, device=matrix.device)
         for rank, (at, _) in enumerate(matrix.shards):
             if matrix.sends(rank, one.here):

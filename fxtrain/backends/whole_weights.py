@@ -124,11 +124,11 @@ def gathered(model: Wrapped[Any], *, ranks: _Ranks = "all") -> Iterator[Any]:
     """
     _check(model, ranks, "gathered")
     ops.agree(ranks, model.ctx, name="ranks that get the module")
-    mine = ranks == "all" or model.ctx.is_main
-    whole = _collect(model, keep=mine)
+    keep = ranks == "all" or model.ctx.is_main
+    whole = _collect(model, keep=keep)
     with fail_together(model.ctx), _install_weights(model, whole):
         del whole  # its memory is free when the block ends
-        yield model.module if mine else None
+        yield model.module if keep else None
 
 
 def _check(model: Any, ranks: Any, call: str) -> None:
@@ -170,13 +170,13 @@ def _one_by_one(
     model: Wrapped, chosen: Mapping[str, Weight], device: torch.device, ranks: _Ranks
 ) -> Iterator[tuple[str, Tensor]]:
     ctx = model.ctx
-    mine = ranks == "all" or ctx.is_main
+    keep = ranks == "all" or ctx.is_main
     groups = _groups(chosen, _TOGETHER if ctx.world_size > 1 else 0)
     for number, names in enumerate(groups):
         check_open(model, "weights", PlanError)
         if not _all_continue(ctx, names[0], ranks):
             return
-        values = [(name, _copy(chosen[name], device, keep=mine)) for name in names]
+        values = [(name, _copy(chosen[name], device, keep=keep)) for name in names]
         while values:
             name, value = values.pop(0)
             check_open(model, "weights", PlanError)
@@ -224,7 +224,7 @@ def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
 
 
 def _announce_stop(ctx: DistContext) -> None:
-    """Tell the other ranks, when they request the next tensor, that this one takes no more."""
+    """Refuse the next tensor that the other ranks request, since this rank takes no more."""
     if ctx.world_size == 1:
         return
     try:

@@ -109,7 +109,7 @@ def _free(device: str) -> int:
     if device == "cpu":
         free, total, _ = available_memory()
         if not total:
-            raise PlanError("budget: this system does not tell free memory. Pass bytes for 'cpu'.")
+            raise PlanError("budget: the system does not report free memory. Pass bytes for 'cpu'.")
         return free
     kind, _, index = device.partition(":")
     if device not in _accelerators():
@@ -121,5 +121,7 @@ def _free(device: str) -> int:
     if kind == "mps":
         return module.recommended_max_memory() - module.driver_allocated_memory()
     if not hasattr(module, "mem_get_info"):
-        raise PlanError(f"budget: torch.{kind} does not tell free memory. Pass bytes for {device}.")
+        raise PlanError(
+            f"budget: torch.{kind} does not report free memory. Pass bytes for {device}."
+        )
     return module.mem_get_info(int(index))[0]

@@ -323,7 +323,7 @@ def tensors_of(
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; of one that wraps others, such as torchao's, those of what it wraps."""
+    """Bytes of a tensor, summed over its inner tensors if it is a wrapper subclass."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         return sum(_nbytes(getattr(tensor, name)) for name in flatten()[0])

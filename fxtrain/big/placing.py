@@ -227,7 +227,7 @@ def _limits(
 def _needs(
     groups: list[_Group], prefetch: int
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """By how many groups in front are resident.
+    """Memory needed, indexed by the number of leading groups kept on the device.
 
     Returns:
         The bytes of those in front, with their room for a key-value cache; how many of these would

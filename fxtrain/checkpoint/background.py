@@ -56,7 +56,7 @@ class Saving:
 
     path: str
     _future: "Future[int]" = attrs.field(factory=finished, alias="future", repr=False)
-    _told: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
+    _reported: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
     def done(self) -> bool:
         """Whether the save has finished or failed."""
@@ -79,13 +79,13 @@ class Saving:
             self._future.result(timeout_s)
         finally:
             if self._future.done():  # its error was seen
-                self._told.set()
+                self._reported.set()
                 atexit.unregister(self._at_exit)
         return self.path
 
     def finish(self) -> None:
         """Wait, and raise the error of the save unless `result` has raised it before."""
-        if not self._told.is_set():
+        if not self._reported.is_set():
             self.result()
 
     def _at_exit(self) -> None:

@@ -230,7 +230,7 @@ def _prepare(
     Returns:
         The save, and whether a rank lacks a group for background saves in which no rank has failed.
     """
-    problem, lock, mine, where = None, None, None, str(path)
+    problem, lock, proposal, where = None, None, None, str(path)
     with ExitStack() as undo:
         try:
             folder = open_storage(path)
@@ -248,15 +248,15 @@ def _prepare(
                 if isinstance(folder, LocalStorage) and not run.path:
                     run.path = os.path.abspath(folder.path)
                 named = new_name(folder, fields["position"].updates), secrets.token_hex(4)
-            mine = offers_of(writable, varying), fields["aliases"], named
+            proposal = offers_of(writable, varying), fields["aliases"], named
         except Exception as error:  # raised below on every rank
             problem = error
         state = ctx.comm.slot(CheckpointState)
         group = state.background
         has_group = group is not None and group.comm.state.failure is None
-        facts = where, {"path": where, **rule, **arguments}, has_group, mine
+        facts = where, {"path": where, **rule, **arguments}, has_group, proposal
         rows, lines = gather_with_errors(facts, problem, ctx)
-        if mine is None or lines:
+        if proposal is None or lines:
             head = f"Nothing was saved in {rows[0][0]}:"
             raise CheckpointError("\n".join([head, *lines]), code="FX606") from problem
         _, every_arguments, groups, every = zip(*rows, strict=True)
@@ -310,15 +310,15 @@ class _Job:
 
     def run(self, ctx: DistContext) -> int:
         """Write this rank's file and commit with the other ranks; the bytes that all wrote."""
-        problem, mine = self.problem, ({}, [])
+        problem, written = self.problem, ({}, [])
         try:
             try:
                 draft = self.folder.begin(self.name, self.token)
-                mine = write_chunks(draft, ctx.rank, self.chunks)
+                written = write_chunks(draft, ctx.rank, self.chunks)
             except Exception as error:  # as above
                 problem = problem or error
             with _as_checkpoint_error(self.path):
-                rows, lines = gather_with_errors((platform.node(), mine), problem, ctx)
+                rows, lines = gather_with_errors((platform.node(), written), problem, ctx)
                 if self.lock is not None and not lines:
                     try:
                         self._commit(ctx, self.lock, rows)

@@ -143,12 +143,15 @@ def compare(left: StrPath, right: StrPath) -> tuple[list[Change], int]:
         if type(a) is not type(b) or a != b:
             changes.append(Change(path, _shown(a), _shown(b)))
     stored, others = _tensors(first), _tensors(second)
-    with open_reader(storages[0], first) as mine, open_reader(storages[1], second) as theirs:
+    with (
+        open_reader(storages[0], first) as left_reader,
+        open_reader(storages[1], second) as right_reader,
+    ):
         for name in {**stored, **others}:
             a, b = stored.get(name), others.get(name)
             if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
                 changes.append(Change(name, _summary(a), _summary(b)))
-            elif texts := _difference(mine.new(name, a), theirs.new(name, b)):
+            elif texts := _difference(left_reader.new(name, a), right_reader.new(name, b)):
                 changes.append(Change(name, *texts))
     plain = sum(not isinstance(leaf, dict | list) for leaf in before.values())
     return changes, len(stored) + plain

@@ -72,7 +72,7 @@ def check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
     different = {name: None for other in arguments for name in first if other[name] != first[name]}
     if not different:
         return
-    values = [", ".join(f"{name}={mine[name]!r}" for name in different) for mine in arguments]
+    values = [", ".join(f"{name}={of_rank[name]!r}" for name in different) for of_rank in arguments]
     advice = "Pass the same arguments on every rank."
     if "path" in different:
         advice += (
@@ -140,15 +140,15 @@ def chunks_to_write(
             if digests.setdefault(key, digest) != digest:
                 differing.add(_tensor_of(key))
     load = [0] * len(offers)
-    mine: list[TensorChunk] = []
+    assigned: list[TensorChunk] = []
     for negative, key in sorted((-size, key) for key, size in sizes.items()):
         writer = min(holders[key], key=load.__getitem__)
         load[writer] -= negative
         if writer == rank:
-            mine.append(writable[key])
+            assigned.append(writable[key])
     differ = {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
     alone = writable_chunks({**own, **differ})
-    return mine + [attrs.evolve(chunk, own=True) for chunk in alone.values()]
+    return assigned + [attrs.evolve(chunk, own=True) for chunk in alone.values()]
 
 
 def _tensor_of(key: str) -> str:

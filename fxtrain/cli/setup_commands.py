@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,17 @@ import click
 
 from fxtrain._display import counted
 from fxtrain._reading import read_text
-from fxtrain.cli.output import Exit, as_json, json_asked, option, print_table, report, warn
+from fxtrain.cli.output import (
+    COUNT,
+    Exit,
+    FilePath,
+    as_json,
+    json_asked,
+    option,
+    print_table,
+    report,
+    warn,
+)
 from fxtrain.diagnosis import collect, fact_problems, facts_here
 from fxtrain.errors import LaunchError
 from fxtrain.launchers import LAUNCHERS, LaunchSpec, describe, find_launcher, run
@@ -24,26 +35,72 @@ from fxtrain.launchers.built_in.tpu import setup_command
 from fxtrain.launchers.config import from_flags, resolve
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.spec import options_from
-from fxtrain.state import Plan, dumps
+from fxtrain.state import DEVICES, Device, Plan, dumps, read_device, unstructure
+from fxtrain.state.files import format_of
 
 _TRIAL = "fxtrain.diagnosis.trial"
+_MEASURING = "fxtrain.diagnosis.measuring"
 
 
 @click.command("env")
 @click.option("--config", "-c", "file", default="", help="the launch file to show")
+@option("--measure", "measure devices and links, and write them for --device", FilePath(), "FILE")
+@option("--ranks -n", "ranks on each machine that are measured at once", COUNT)
 @as_json
-def ENV(file: str) -> None:
+def ENV(file: str, measure: str | None, ranks: int | None) -> int:
     """Show the setup of this machine, ready to paste into an issue.
 
     Versions, devices, topology, communication, and the configuration. Values of secrets are
     hidden.
+
+    With --measure, the ranks of the launch file measure matrix products by dtype, memory
+    bandwidth, the time of a launch, and all-reduce over each axis of the plan's mesh, in less than
+    a minute. FILE (.toml, .json, .yaml) is what `fxtrain plan --choose --device FILE` reads. With
+    several machines, run it on each of them.
     """
+    if measure is not None:
+        return _measure(Path(measure), file, ranks)
+    if ranks is not None:
+        raise click.UsageError("--ranks needs --measure FILE.")
     groups = collect({**os.environ, "FXTRAIN_CONFIG": file} if file else os.environ)
     parts = [
         "\n".join([f"### {group}", *(f"- {name}: {value}" for name, value in facts.items()), ""])
         for group, facts in groups.items()
     ]
     report(groups, "\n".join(parts))
+    return Exit.WELL
+
+
+def _measure(path: Path, file: str, ranks: int | None) -> int:
+    dumps(DEVICES["H100"], format_of(path))  # refuses a suffix before anything runs
+    spec, plan = _configured(file, ranks, ())
+    words = (str(path.absolute()), dumps(plan))
+    if code := _run_here(spec, _MEASURING, words, "fxtrain env --measure"):
+        return code
+    if not path.is_file():
+        warn("Every rank succeeded. The machine of rank 0 writes the file.")
+        return Exit.WELL
+    device = read_device(path)
+    rows = [[name, f"{value:.4g}"] for name, value in _figures(device)]
+    report(
+        unstructure(device),
+        lambda: print_table([device.source, ">"], [*rows, ["written to", str(path)]]),
+    )
+    return Exit.WELL
+
+
+def _figures(device: Device) -> list[tuple[str, float]]:
+    """The measured figures in the units of data sheets."""
+    return [
+        *((f"{dtype} products, TFLOP/s", rate / 1e12) for dtype, rate in device.flops.items()),
+        ("memory, GB/s", device.memory_bandwidth / 1e9),
+        ("launch, us", device.launch_s * 1e6),
+        ("links in a node, GB/s", device.link_bandwidth / 1e9),
+        ("latency in a node, us", device.link_latency_s * 1e6),
+        ("links between nodes, GB/s", device.node_bandwidth / 1e9),
+        ("latency between nodes, us", device.node_latency_s * 1e6),
+        ("overlap of links and operators", device.overlap),
+    ]
 
 
 @click.command("test")
@@ -59,50 +116,56 @@ def TEST(file: str, ranks: int | None, words: tuple[str, ...], mib: float) -> in
     is 1 if a check fails. With several machines, run it on each of them, as you would
     fxtrain launch; the machine of rank 0 prints the results.
     """
+    spec, plan = _configured(file, ranks, words)
+    with tempfile.TemporaryDirectory(prefix="fxtrain-test-") as folder:
+        out = Path(folder) / "results.json"
+        if code := _run_here(spec, _TRIAL, (str(out), dumps(plan), str(mib)), "fxtrain test"):
+            return code
+        if not out.is_file():
+            warn("Every rank succeeded. The machine of rank 0 prints the results.")
+            return Exit.WELL
+        results = json.loads(out.read_text(encoding="utf-8"))
+    report(results, lambda: _print(results))
+    return Exit.FOUND if results["problems"] else Exit.WELL
+
+
+def _configured(file: str, ranks: int | None, words: Sequence[str]) -> tuple[LaunchSpec, Plan]:
+    """The launch of a file with flags, and its plan."""
     flags = from_flags([*words, *([f"launch.ranks={ranks}"] if ranks else [])])
     config = resolve(file=file, env=os.environ, flags=flags)
     spec = config.launch
     if "ranks" not in config.values["launch"]:
         spec = attrs.evolve(spec, ranks=default_ranks(spec))
-    with tempfile.TemporaryDirectory(prefix="fxtrain-test-") as folder:
-        told = _try_out(spec, config.plan, Path(folder) / "told.json", mib=mib)
-    if isinstance(told, int):
-        return told
-    report(told, lambda: _print(told))
-    return Exit.FOUND if told["problems"] else Exit.WELL
+    return spec, config.plan
 
 
-def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str, Any] | int:
-    """The report of rank 0, or the exit code if it failed or is on another machine."""
+def _run_here(spec: LaunchSpec, module: str, words: tuple[str, ...], name: str) -> int:
+    """Run a module of fxtrain on the ranks of a launch; the exit code, 0 if they succeeded."""
     if spec.executable or not find_launcher(spec).here:
+        program = shlex.join(["fxtrain", "launch", "-m", module, *words])
         raise LaunchError(
             f"The launcher {spec.launcher!r} starts ranks on other machines, which cannot return "
-            f"the results. Launch the test as a program: fxtrain launch -m {_TRIAL} told.json "
-            f"'{{}}' {mib:g}"
+            f"the results. Launch {name} as a program: {program}"
         )
     if spec.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
         raise LaunchError(
-            "The test has to run inside a SLURM job, not as a queued one: "
-            "salloc --nodes=... fxtrain test ..."
+            f"{name} has to run inside a SLURM job, not as a queued one: "
+            f"salloc --nodes=... {name} ..."
         )
-    words = (str(out), dumps(plan), str(mib))
-    ending = run(attrs.evolve(spec, target=_TRIAL, module=True, args=words))
+    ending = run(attrs.evolve(spec, target=module, module=True, args=words))
     if ending.code:
         here = facts_here(os.environ, importlib.import_module("torch"))
         causes = [f"! {problem}" for problem in fact_problems([here], nodes=spec.nodes)]
-        warn("\n".join([f"fxtrain test: {describe(ending)}", *causes]))
+        warn("\n".join([f"{name}: {describe(ending)}", *causes]))
         return Exit.FOUND
-    if not out.is_file():
-        warn("Every rank succeeded. The machine of rank 0 prints the results.")
-        return Exit.WELL
-    return json.loads(out.read_text(encoding="utf-8"))
+    return Exit.WELL
 
 
-def _print(told: dict[str, Any]) -> None:
-    ranks, nodes = counted(told["ranks"], "rank"), counted(told["nodes"], "node")
+def _print(results: dict[str, Any]) -> None:
+    ranks, nodes = counted(results["ranks"], "rank"), counted(results["nodes"], "node")
     click.echo(
-        f"{ranks} on {nodes} ({', '.join(told['hosts'])}), "
-        f"{told['device']}, started by {told['launcher']}\n"
+        f"{ranks} on {nodes} ({', '.join(results['hosts'])}), "
+        f"{results['device']}, started by {results['launcher']}\n"
     )
     rows = [
         [
@@ -111,16 +174,16 @@ def _print(told: dict[str, Any]) -> None:
             f"{row['latency_us']:.0f}",
             "" if row["gib_per_s"] is None else f"{row['gib_per_s']:.3f}",
         ]
-        for row in told["collectives"]
+        for row in results["collectives"]
     ]
     print_table(["collective", "right", ">latency, us", ">GiB/s"], rows)
-    training = told["training"]
+    training = results["training"]
     if training:
         click.echo(
             f"\nTraining: loss {training['first']:.4f} to {training['last']:.4f} in "
             f"{training['steps']} steps, {training['step_ms']:.2f} ms each."
         )
-    problems = told["problems"]
+    problems = results["problems"]
     click.echo("\n" + ("\n".join(f"! {problem}" for problem in problems) or "No problems found."))
     sys.stdout.flush()
 

@@ -355,7 +355,7 @@ def file_of(folder: Any, file: str) -> Path:
 
 
 def _labeled(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
-    """Runs with the same name are told apart by their folders, then by numbers."""
+    """Runs with the same name are distinguished by their folders, then by numbers."""
     names, labels = [run.label for run in runs], list[str]()
     for run in runs:
         folder = os.path.abspath(run.folder)

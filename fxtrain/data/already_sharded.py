@@ -14,7 +14,7 @@ from fxtrain.data.fetch import StreamMemory, start_worker
 from fxtrain.data.order import hash_key
 from fxtrain.data.order_texts import STREAM_ROWS, chained, text_of_ranks
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
-from fxtrain.data.sources import StepSource, check_order, row_source, why_again
+from fxtrain.data.sources import StepSource, check_order, row_source, why_reread
 from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -71,7 +71,7 @@ def presharded_source(
         shuffled=lambda: rows is not None and rows.shuffled(),
         stateful=rows is not None or not loader.num_workers,
         endless=rows is not None and rows.endless,
-        again=why_again(loader.dataset),
+        reread_reason=why_reread(loader.dataset),
     )
     return source, batching
 
@@ -270,8 +270,8 @@ def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int, int]]:
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
     number = hash_key(turn.text) if turn.text else 0
-    mine = torch.tensor([[turn.state, turn.size, number]], device="cpu")
-    table: list[list[int]] = ops.gather(mine, ctx).tolist()
+    local = torch.tensor([[turn.state, turn.size, number]], device="cpu")
+    table: list[list[int]] = ops.gather(local, ctx).tolist()
     if any(state == _FAILED for state, *_ in table):
         ops.raise_together(turn.error, ctx)
     return [(state, size, number) for state, size, number in table]

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 class DatasetUse:
     """How the loaders of a context have used a dataset so far."""
 
-    epoch: int | None = None  # the one that it was told last; None if it wants to know none
+    epoch: int | None = None  # the last that `set_epoch` was called with; None without `set_epoch`
     openings: int = 0  # how often an iteration of it began, where it has a state
     is_known: bool = False  # whether its first state was taken
     start: Any = None  # that state

@@ -80,7 +80,7 @@ class PlainStream(IterableDataset[Any]):
         return len(self.rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell it the epoch, if it wants to know."""
+        """Call its `set_epoch`, if it has one."""
         if callable(getattr(self.rows, "set_epoch", None)):
             self.rows.set_epoch(epoch)
 
@@ -113,7 +113,7 @@ class StreamMemory:
             self._use.start, self._use.is_known = copy.deepcopy(self._owner.state_dict()), True
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset its epoch, if it wants to know."""
+        """Call `set_epoch` of the dataset, if it has one."""
         self._use.set_epoch(self.dataset, epoch)
 
     def open(self, epoch: int, state: Any = None) -> Iterator[Any]:
@@ -122,7 +122,7 @@ class StreamMemory:
         self.set_epoch(epoch)
         self._begin(one)
         while True:
-            if use.epoch is not None and use.epoch != epoch:  # another pass has told it
+            if use.epoch is not None and use.epoch != epoch:  # another pass has set it
                 self.set_epoch(epoch)
             self._return_to(one)
             self._pass = one
@@ -294,7 +294,7 @@ class StreamFetch(Dataset["StreamBatch | None"]):
         drops, buffer = self.batching.even == "drop", deque[Any]()
         # With drop, a batch is not last only if a whole global batch follows it.
         look = stride if drops else 1
-        place, lent = 0 if ask.state is None else start, self._lent(ask.epoch)
+        place, borrowed = 0 if ask.state is None else start, self._borrowed(ask.epoch)
         rows, text = self.memory.open(ask.epoch, ask.state), ask.order if place else ""
         hashed = STREAM_ROWS if not place or text else 0
         began, orders = text, deque[str]()  # the text after each row in the buffer
@@ -320,7 +320,7 @@ class StreamFetch(Dataset["StreamBatch | None"]):
 
         for step in itertools.count():
             state = None
-            with _hide_worker_info(), lent():
+            with _hide_worker_info(), borrowed():
                 fill(stride)
                 if buffer and step == self._wanted:
                     state = self.memory.state()
@@ -331,7 +331,7 @@ class StreamFetch(Dataset["StreamBatch | None"]):
             order = [orders.popleft() for _ in units][-1]
             yield units, len(buffer) < look, state, began, order
 
-    def _lent(self, epoch: int) -> Callable[[], AbstractContextManager[None]]:
+    def _borrowed(self, epoch: int) -> Callable[[], AbstractContextManager[None]]:
         """Generators for the stream to draw from, in their initial state."""
         if self.seed is None:
             return nullcontext

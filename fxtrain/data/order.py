@@ -114,7 +114,7 @@ def refuse_split(dataset: Any, sampler: Any) -> None:
 class BorrowedGenerators:
     """Separate generators for code that draws from the global ones.
 
-    Code inside `with lent():` continues from the state in which the last such block ended.
+    Code inside `with borrowed():` continues from the state in which the last such block ended.
     Outside, the process's generators are unaffected by it.
 
     Args:
@@ -188,9 +188,9 @@ class CustomOrder:
     def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
         self._sampler, self._epoch = sampler, epoch
         self._key = hash_key(seed, epoch)
-        self._lent = BorrowedGenerators(self._key)
-        with self._lent():
-            self._told = _set_epoch(self._sampler, self._epoch, self._key)
+        self._borrowed = BorrowedGenerators(self._key)
+        with self._borrowed():
+            self._has_epoch = _set_epoch(self._sampler, self._epoch, self._key)
             self._units = (unit for unit in sampler)  # none after the end
         self.length, self._head = sampler_length(sampler), self._pull()
 
@@ -206,15 +206,15 @@ class CustomOrder:
     @property
     def shuffled(self) -> bool:
         """Whether another epoch may have another order, as far as is known so far."""
-        return self._told or self._lent.used
+        return self._has_epoch or self._borrowed.used
 
     def _pull(self) -> list[Any]:
-        with self._lent():
+        with self._borrowed():
             return list(itertools.islice(self._units, _SAMPLER_CHUNK))
 
 
-def tell_epoch(sampler: Any, seed: int, epoch: int) -> None:
-    """Tell a custom sampler the epoch, on which its length may depend."""
+def set_epoch_of(sampler: Any, seed: int, epoch: int) -> None:
+    """Call `set_epoch` of a custom sampler, whose length may depend on the epoch."""
     if type(sampler) not in _FINDERS:
         key = hash_key(seed, epoch)
         with BorrowedGenerators(key)():
@@ -261,10 +261,10 @@ def _random(sampler: RandomSampler, seed: int, epoch: int) -> EpochOrder:
 
 def _repeated_permutations(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
     """More samples than rows: consecutive permutations, each with its own keys."""
-    entries, laps = torch.empty_like(places), places // n
-    for lap in laps.unique().tolist():
-        here = laps == lap
-        words = (seed, epoch, lap) if lap else (seed, epoch)
+    entries, cycles = torch.empty_like(places), places // n
+    for cycle in cycles.unique().tolist():
+        here = cycles == cycle
+        words = (seed, epoch, cycle) if cycle else (seed, epoch)
         entries[here] = permutation(n, round_keys(*words))(places[here] % n)
     return entries.tolist()
 

@@ -166,7 +166,7 @@ def global_batch(
     if batching.shared:
         return _shared_slot(batching, first, list(units[0]), ranks)
     dealt = [_rank_units(batching, units, head, rank) for rank in range(batching.ranks)]
-    rows, sizes = zip(*[_rows(batching, mine, real) for mine, real in dealt], strict=True)
+    rows, sizes = zip(*[_rows(batching, local, real) for local, real in dealt], strict=True)
     keys = tuple(_key(batching, dealt[rank][0]) for rank in ranks)
     return GlobalBatch(first, len(units), rows, sizes, keys)
 
@@ -176,15 +176,15 @@ def _rank_units(
 ) -> tuple[list[Any], int]:
     """One rank's units, and how many of them are real."""
     low, size = rank * batching.per_rank, batching.per_rank
-    mine = list(units[low : low + size])
-    real = len(mine)
+    local = list(units[low : low + size])
+    real = len(local)
     if batching.borrows(rank, len(units)):
         # Padding continues from the start of the epoch, counted over all ranks.
         after, padding = max(0, low - len(units)), head
         if padding is None:
-            after, padding = 0, mine[:] or units[:1]
-        mine += [padding[(after + n) % len(padding)] for n in range(size - real)]
-    return mine, real
+            after, padding = 0, local[:] or units[:1]
+        local += [padding[(after + n) % len(padding)] for n in range(size - real)]
+    return local, real
 
 
 def _rows(batching: Batching, units: list[Any], real: int) -> tuple[int, int]:

@@ -331,7 +331,7 @@ class Sharded(Displayed, Generic[Data_co]):
         Effects:
             None for rows of a dataset with a length, and for a function of a position. Streams,
             batches of a batch sampler or that are ready, and already sharded data are read up to
-            there, as only that tells how many rows they have.
+            there, which is the only way to count their rows.
 
         Raises:
             DataError: n is not a number of batches.
@@ -440,11 +440,11 @@ class Sharded(Displayed, Generic[Data_co]):
         trail, reached, plan, rank = self._trail, self._reached, self.plan, self.ctx.rank
         cursor = trail.start = trail.cursor()
         masks: dict[tuple[int, int], Tensor] = {}
-        if cursor.position.index and cursor.state is None and self._source.again:
+        if cursor.position.index and cursor.state is None and self._source.reread_reason:
             ops.log(self.ctx).warning(
                 "The stream %s is read again from the start of epoch %d to row %d, since %s.",
                 *(type(self.dataset).__name__, cursor.position.epoch, cursor.position.index),
-                self._source.again,
+                self._source.reread_reason,
             )
         loaded, split, seen = self._begun(cursor), self._split, 0
         if split is not None:
@@ -476,7 +476,7 @@ class Sharded(Displayed, Generic[Data_co]):
             ops.log(self.ctx).warning("Epoch 0 has no batch. %s", _NO_BATCH)
 
     def _left(self) -> int | None:
-        """Batches from here to the end of the epoch; None if only reading tells."""
+        """Batches from here to the end of the epoch; None if only reading them shows."""
         position = self.position
         length = self._source.length(position.epoch)
         if length is None:

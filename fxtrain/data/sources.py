@@ -32,7 +32,7 @@ from fxtrain.data.order import (
     find_order,
     hash_key,
     sampler_length,
-    tell_epoch,
+    set_epoch_of,
 )
 from fxtrain.data.order_texts import text_of_dataset, text_of_units
 from fxtrain.data.rank_slices import (
@@ -66,13 +66,15 @@ class StepSource:
     """Steps from a cursor on, and what is known of an epoch before reading it."""
 
     run: Callable[[Cursor], Iterator[Loaded]]  # cursor → every step until the epoch ends
-    length: Callable[[int], int | None]  # units in an epoch; None if only reading tells
+    length: Callable[[int], int | None]  # units in an epoch; None if only reading shows
     shuffled: Callable[[], bool]  # whether epochs differ in their order, as far as is known so far
     # Whether worker processes read, so that prefetching draws no random numbers here.
     apart: bool = False
     stateful: bool = False  # whether steps may have a state to continue from
     endless: bool = False  # whether an epoch has no end
-    again: str = ""  # why a stream with a state is read again from its start; empty if it is not
+    reread_reason: str = (
+        ""  # why a stream with a state is read again from its start; empty if it is not
+    )
 
 
 def row_source(
@@ -89,7 +91,7 @@ def row_source(
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
     idle = [_over_rows(loader, use, asks=asks)]  # which no iteration reads
-    told = _Told(loader.dataset, use, sampler, plan.seed)
+    known = _KnownEpoch(loader.dataset, use, sampler, plan.seed)
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
@@ -99,7 +101,7 @@ def row_source(
         nonlocal order
         epoch, steps = cursor.position.epoch, deque[Step]()
         # Here first: workers that share the number with this process would all add to it.
-        told.tell(epoch)
+        known.set_epoch(epoch)
         order, batches = _order_from(cursor, sampler, batching, plan, ranks)
         text = "" if isinstance(order, StatefulOrder) else _order_text(order, batching, loader)
         start = check_order(cursor.position, text)
@@ -110,8 +112,8 @@ def row_source(
                 batch, following = following, next(batches, None)
                 position = advance(position, batch, plan, is_last=following is None)
                 steps.append((batch, Cursor(position, batch.state)))
-                if use.epoch is not None and use.epoch != epoch:  # an evaluation told it another
-                    told.tell(epoch)
+                if use.epoch is not None and use.epoch != epoch:  # an evaluation set another
+                    known.set_epoch(epoch)
                 yield ask(batch, epoch) if asks else batch.keys[0]
 
         feed, over = idle.pop() if idle else _over_rows(loader, use, asks=asks)
@@ -128,7 +130,7 @@ def row_source(
 
     return StepSource(
         run=run,
-        length=lambda epoch: told.length(epoch, idle=bool(idle)),
+        length=lambda epoch: known.length(epoch, idle=bool(idle)),
         shuffled=lambda: order is not None and order.shuffled,
         apart=loader.num_workers > 0,
         stateful=isinstance(sampler, StatefulOrder),
@@ -137,7 +139,7 @@ def row_source(
 
 
 @attrs.define(eq=False)
-class _Told:
+class _KnownEpoch:
     """A dataset and its sampler, whose number of rows may depend on the epoch."""
 
     dataset: Any
@@ -146,16 +148,16 @@ class _Told:
     seed: int
     epoch: int | None = None  # the one that they know
 
-    def tell(self, epoch: int) -> None:
-        """Tell the dataset the epoch that is read; the order tells the sampler."""
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the dataset; the order sets that of the sampler."""
         self.epoch = epoch
         self.use.set_epoch(self.dataset, epoch)
 
     def length(self, epoch: int, *, idle: bool) -> int | None:
         """Units in an epoch; or in the one that an iteration reads, unless they are idle."""
         if idle and self.epoch != epoch:
-            self.tell(epoch)
-            tell_epoch(self.sampler, self.seed, epoch)
+            self.set_epoch(epoch)
+            set_epoch_of(self.sampler, self.seed, epoch)
         return sampler_length(self.sampler)
 
 
@@ -264,12 +266,12 @@ def stream_source(
         length=length,
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
-        stateful=True,  # only reading tells whether an iterator keeps a state
-        again=why_again(loader.dataset),
+        stateful=True,  # only reading shows whether an iterator keeps a state
+        reread_reason=why_reread(loader.dataset),
     )
 
 
-def why_again(dataset: Any) -> str:
+def why_reread(dataset: Any) -> str:
     """Why a stream with a state is read again from its start; empty if it is not."""
     if has_shuffle_buffer(owner_of(dataset)):
         return "its state leaves out the rows of its shuffle buffer"

@@ -96,8 +96,8 @@ def _rows_of_ranks(
     rows: int | None, ctx: DistContext, after: Position, *, last: bool
 ) -> tuple[int, ...]:
     """The rows of each rank; every rank raises or none does."""
-    mine = rows, after, last
-    sizes = [mine] if ctx.world_size == 1 else ops.gather_objects(mine, ctx)
+    local = rows, after, last
+    sizes = [local] if ctx.world_size == 1 else ops.gather_objects(local, ctx)
     if any(other[1:] != sizes[0][1:] for other in sizes):
         views = "; ".join(
             f"rank {rank} continues after {position_words(where)}{', last' if ends else ''}"

@@ -158,11 +158,11 @@ def make_splitter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
         leaves, shape = _tree.flatten(data)
         names = [_name(path) for path in _tree.leaf_paths(shape)]
         chosen = _chosen(leaves, names, cuts)
-        mine = [
+        local = [
             _own_tokens(leaf, name, axis, cuts) if name in chosen else leaf
             for leaf, name in zip(leaves, names, strict=True)
         ]
-        return _tree.unflatten(shape, mine)
+        return _tree.unflatten(shape, local)
 
     return cut
 

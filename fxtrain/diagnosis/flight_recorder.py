@@ -75,10 +75,10 @@ def _files(paths: Sequence[Path]) -> dict[int, Path]:
 def _stand(rank: int, calls: Sequence[_Call], last: Mapping[_Group, int], world_size: int) -> Stand:
     newest = {call.group: call for call in calls}
     # A call that gloo has completed is not recorded as such, so only the last ones can be open.
-    told = any(call.completed for call in calls)
-    open_calls = [call for call in (calls if told else newest.values()) if not call.completed]
+    reports = any(call.completed for call in calls)
+    open_calls = [call for call in (calls if reports else newest.values()) if not call.completed]
     waits = bool(open_calls) and all(call.number == last[call.group] for call in newest.values())
-    call = open_calls[0 if told else -1] if waits else calls[-1]
+    call = open_calls[0 if reports else -1] if waits else calls[-1]
     (axis, ranks, _), number = call.group, call.number
     record = {
         "rank": rank,

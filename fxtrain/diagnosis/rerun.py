@@ -114,7 +114,7 @@ def _replay(orders: Mapping[str, Any]) -> None:
                 _record(Path(records), ctx.rank, place.updates, losses, fns.model)
                 losses.clear()
         elif leads:
-            _tell(ctx, report)
+            _print(ctx, report)
         if place.updates == update and place.micro == 0:
             raise SystemExit(0)
         return report
@@ -127,9 +127,9 @@ def _replay(orders: Mapping[str, Any]) -> None:
     _silence(lambda path: scratch, checkpoints=scratch)
 
 
-def _tell(ctx: Any, report: Any) -> None:
+def _print(ctx: Any, report: Any) -> None:
     numbers = {name: getattr(report, name) for name in ("loss", "weight", "grad_norm")}
-    told = {
+    results = {
         "rank": ctx.rank,
         "update": report.position.updates,
         "micro": report.position.micro,
@@ -137,7 +137,7 @@ def _tell(ctx: Any, report: Any) -> None:
         "applied": report.applied,
         "skipped": report.skipped,
     }
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
 
 

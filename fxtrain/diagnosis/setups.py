@@ -92,8 +92,8 @@ def _comm(ranks: int) -> Comm:
 
 def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     """What `fx.wrap` would refuse of a plan in a context, except for what depends on the model."""
-    row = strategies().get(type(plan.strategy))
-    if row is None:
+    entry = strategies().get(type(plan.strategy))
+    if entry is None:
         raise PlanError(f"No strategy is registered for {type(plan.strategy).__name__}.")
     if isinstance(plan.strategy, DeepSpeed):
         ranks = ctx.axis("data").world_size
@@ -106,7 +106,7 @@ def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     config = plan.strategy.stages if isinstance(plan.strategy, PP) else plan.strategy
     spread = config.expert if isinstance(config, FSDP) else None
     model = stand_in(ctx.mesh, experts=(spread or 0) * ctx.world_size)
-    return problems_of(row, ctx, without_names(plan), model)
+    return problems_of(entry, ctx, without_names(plan), model)
 
 
 def without_names(plan: Plan) -> Plan:

@@ -215,7 +215,10 @@ def _described(stand: Stand) -> str:
 
 
 def write_report(folder: Path, stands: Sequence[Stand]) -> str:
-    """Write which rank stands apart, and all collectives for `torchfrtrace`; the text of that."""
+    """Write which rank stands apart, and all collectives for `torchfrtrace`.
+
+    Returns the report's text.
+    """
     text = describe_stacks(stands)
     (folder / REPORT).write_text(text, encoding="utf-8")
     write_dumps(folder / DUMPS, stands)
@@ -301,7 +304,7 @@ def _entries(stand: Stand) -> list[dict[str, Any]]:
 
 
 def unreported(folder: Path) -> str:
-    """What a launcher tells when its ranks have failed, if rank 0 could not tell it; or empty."""
+    """What a launcher reports of failed ranks, if rank 0 could not; otherwise empty."""
     if not has_records(folder):
         return ""
     stands, report = read_stands(folder), folder / REPORT

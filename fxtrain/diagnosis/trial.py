@@ -161,9 +161,9 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
 def _main() -> None:
     out, plan, mib = sys.argv[1:]
     with fx.detect() as ctx:
-        told = trial(ctx, fx.state.loads(plan), mib=float(mib))
+        results = trial(ctx, fx.state.loads(plan), mib=float(mib))
         if ctx.is_main:
-            Path(out).write_text(json.dumps(told), encoding="utf-8")
+            Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def _complete(
 
 
 def _keep(table: dict[str, Any], names: Any, path: str, notes: list[Note], user: str) -> None:
-    """Leave out the entries of a table that have other names, in place, with a note on each."""
+    """Drop the entries of a table whose names are not in `names`, in place, with a note on each."""
     for name in [name for name in table if name not in names]:
         if (value := table.pop(name)) != 1:
             text = f"{user} has no such setting, or sets it itself"

@@ -52,9 +52,9 @@ def read_tree(
     """The nested state dict that was saved, with full tensors; `values=False` reads only these."""
     index = load_records(read_file(inside(root, _METADATA), _MAX_BYTES), _RECORDS).fields
     records = {
-        name: told
-        for name, told in index["state_dict_metadata"].items()
-        if only(name) and (values or told.kind == "TensorStorageMetadata")
+        name: entry
+        for name, entry in index["state_dict_metadata"].items()
+        if only(name) and (values or entry.kind == "TensorStorageMetadata")
     }
     parts: dict[str, dict[tuple[int, ...] | None, _Read]] = {name: {} for name in records}
     for key, info in index["storage_data"].items():
@@ -97,11 +97,11 @@ def _part_of(root: Path, name: str, where: Mapping[str, Any]) -> _Read:
     return read
 
 
-def _tensor(told: Mapping[str, Any], parts: Mapping[Any, _Read]) -> Tensor:
+def _tensor(entry: Mapping[str, Any], parts: Mapping[Any, _Read]) -> Tensor:
     """Assemble a full tensor from the parts that cover it."""
-    shape, state = told["size"], told["properties"].state
+    shape, state = entry["size"], entry["properties"].state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
-    boxes = [(part.fields["offsets"], part.fields["sizes"]) for part in told["chunks"]]
+    boxes = [(part.fields["offsets"], part.fields["sizes"]) for part in entry["chunks"]]
     # The parts are read first, since a file cannot have more than it has, but an index can say so.
     values = [parts[offsets]() for offsets, _ in boxes]
     for part, (_, sizes) in zip(values, boxes, strict=True):

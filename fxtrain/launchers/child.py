@@ -89,7 +89,7 @@ def _import_packages(how: str, target: str) -> None:
     if how == "module":
         spec = importlib.util.find_spec(target)
         source = spec.origin if spec is not None and spec.origin is not None else target
-    with open(source, "rb") as file:  # whose encoding its first lines may tell
+    with open(source, "rb") as file:  # whose first lines may declare its encoding
         tree = ast.parse(file.read())
     names: list[str] = []
     for node in ast.walk(tree):

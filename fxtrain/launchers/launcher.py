@@ -21,8 +21,8 @@ from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.outcome import (
     LaunchResult,
     count_memory_kills,
+    describe_memory_kills,
     find_failures,
-    tell_memory_kills,
 )
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
@@ -77,7 +77,7 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
         signal=stopped,
         left=code,
         launcher=invocation.argv[0],
-        memory=tell_memory_kills(kills),
+        memory=describe_memory_kills(kills),
     )
 
 
@@ -127,7 +127,7 @@ def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int 
     If a rank has written an error and the program continues, the program is ended: MPICH's does
     not end the other ranks.
     """
-    told: list[int] = []
+    received: list[int] = []
     sys.stdout.flush()
     process = subprocess.Popen(
         argv,
@@ -138,12 +138,12 @@ def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int 
     )
 
     def give(number: int) -> None:
-        told.append(number)
+        received.append(number)
         process.send_signal(number)
 
     with forward_signals((*FORWARDED_SIGNALS, *_ENDING), give):
         code = _ended(process, errors)
-    ended = [number for number in told if number in _ENDING]
+    ended = [number for number in received if number in _ENDING]
     return code, ended[0] if ended and code else None
 
 

@@ -29,8 +29,8 @@ _KILLED_S = 5.0
 def mark_within(env: Mapping[str, str]) -> str:
     """A new mark for a launch, after those of the launches in which it runs."""
     outer = env.get(MARK, "")
-    mine = os.urandom(8).hex()
-    return f"{outer}:{mine}" if outer else mine
+    token = os.urandom(8).hex()
+    return f"{outer}:{token}" if outer else token
 
 
 @contextmanager

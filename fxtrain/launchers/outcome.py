@@ -131,7 +131,7 @@ def describe(result: LaunchResult) -> str:
     lines.append(one_line(first, result, most_lines=None))
     if first.traceback:
         lines.append(_frames(first))
-    # Ranks that ended when they were told to, because of the first failure, are omitted.
+    # Ranks that were stopped because of the first failure are omitted.
     lines += [
         one_line(other, result)
         for other in others
@@ -232,7 +232,7 @@ def count_memory_kills() -> int | None:
     return int(match[1]) if match else None
 
 
-def tell_memory_kills(before: int | None) -> str:
+def describe_memory_kills(before: int | None) -> str:
     """Why a rank was ended by SIGKILL, from the count when the launch began; empty if unknown."""
     after = count_memory_kills()
     if before is None or after is None:

@@ -157,7 +157,7 @@ class LaunchSpec:
         return self.ranks * self.nodes
 
     @property
-    def meets(self) -> Literal["static", "c10d"]:
+    def rendezvous_backend(self) -> Literal["static", "c10d"]:
         """How launchers of several nodes connect."""
         fixed = self.nodes > 1 and self.min_nodes is None
         return self.rendezvous or ("static" if fixed else "c10d")
@@ -165,7 +165,7 @@ class LaunchSpec:
     @property
     def elastic(self) -> bool:
         """Whether nodes join and leave."""
-        return self.nodes > 1 and self.meets == "c10d"
+        return self.nodes > 1 and self.rendezvous_backend == "c10d"
 
     @property
     def port(self) -> int:

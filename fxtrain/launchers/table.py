@@ -12,7 +12,7 @@ import attrs
 
 from fxtrain import _extensions
 from fxtrain._addresses import Route, find_route, is_local, loopback_route
-from fxtrain._optional import installed_rows
+from fxtrain._optional import installed_entries
 from fxtrain._reading import open_file
 from fxtrain._record import closest
 from fxtrain.errors import LaunchError
@@ -33,7 +33,7 @@ _BUILT_IN = (
     _extensions.KUBERNETES,
     _extensions.SAGEMAKER,
 )
-LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _BUILT_IN})
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({entry.name: entry for entry in _BUILT_IN})
 
 
 def known_launchers() -> dict[str, Launcher]:
@@ -52,11 +52,11 @@ def known_launchers() -> dict[str, Launcher]:
     """
     return {
         **LAUNCHERS,
-        **installed_rows(
+        **installed_entries(
             taken=LAUNCHERS,
             group="fxtrain.launchers",
             kind=Launcher,
-            key=lambda row: row.name,
+            key=lambda entry: entry.name,
             error=LaunchError,
         ),
     }
@@ -81,8 +81,8 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
     Raises:
         LaunchError: there is no such launcher, or it does not support the spec.
     """
-    row = LAUNCHERS.get(spec.launcher)
-    if row is None:
+    entry = LAUNCHERS.get(spec.launcher)
+    if entry is None:
         known = known_launchers()
         if spec.launcher not in known:
             own = _OTHER.get(spec.launcher.lower())
@@ -90,30 +90,30 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
             raise LaunchError(
                 f"No launcher {spec.launcher!r}.{near} Available: {', '.join(known)}."
             )
-        row = known[spec.launcher]
+        entry = known[spec.launcher]
     idle = [
         f"{field.name}={getattr(spec, field.name)!r}"
         for field in attrs.fields(LaunchSpec)
-        if field.name not in COMMON | row.uses and getattr(spec, field.name) != field.default
+        if field.name not in COMMON | entry.uses and getattr(spec, field.name) != field.default
     ]
     if idle:
         raise LaunchError(
-            f"The launcher {row.name} does not support {', '.join(idle)}. Omit it, or "
+            f"The launcher {entry.name} does not support {', '.join(idle)}. Omit it, or "
             f"choose another launcher."
         )
-    return row
+    return entry
 
 
 def with_options(spec: LaunchSpec) -> LaunchSpec:
     """The spec with its launcher's options as a record: converted from a mapping, or defaults."""
-    row = find_launcher(spec)
+    entry = find_launcher(spec)
     options = {} if spec.options is None else spec.options
     if isinstance(options, Mapping):
-        return attrs.evolve(spec, options=options_from(row.options, options, launcher=row.name))
-    if type(options) is not row.options:
-        wanted = "None" if row.options is None else f"a {row.options.__name__}"
+        return attrs.evolve(spec, options=options_from(entry.options, options, launcher=entry.name))
+    if type(options) is not entry.options:
+        wanted = "None" if entry.options is None else f"a {entry.options.__name__}"
         raise LaunchError(
-            f"LaunchSpec(launcher={row.name!r}, options={type(options).__name__}(...)): this "
+            f"LaunchSpec(launcher={entry.name!r}, options={type(options).__name__}(...)): this "
             f"launcher takes {wanted}."
         )
     return spec
@@ -135,7 +135,7 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
         >>> show(prepare(spec, Machine(threads_chosen=True)))[:21]
         'PJRT_DEVICE=TPU pytho'
     """
-    row, spec = find_launcher(spec), with_options(spec)
+    entry, spec = find_launcher(spec), with_options(spec)
     if machine is None:
         if hostfile := getattr(spec.options, "hostfile", ""):
             try:  # DeepSpeed's runner would start the program here without it
@@ -143,11 +143,11 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
             except OSError as error:
                 raise LaunchError(f"Cannot read the hostfile: {error}.") from error
         route = loopback_route() if spec.nodes == 1 else Route()
-        if row.run is NATIVE.run and spec.nodes > 1 and spec.main_address:
+        if entry.run is NATIVE.run and spec.nodes > 1 and spec.main_address:
             route = find_route(spec.main_address, spec.port, local=spec.local_address)
         mpi = spec.options.program if isinstance(spec.options, _extensions.MpiOptions) else ""
         machine = look(os.environ, mpi=mpi, route=route)
-    return row.invocation(spec, machine)
+    return entry.invocation(spec, machine)
 
 
 def run(spec: LaunchSpec) -> LaunchResult:
@@ -164,15 +164,15 @@ def run(spec: LaunchSpec) -> LaunchResult:
     Raises:
         LaunchError: the program or launcher does not exist, or the ranks could not be started.
     """
-    row = find_launcher(spec)
-    if row.here:
+    entry = find_launcher(spec)
+    if entry.here:
         check_target(spec)
         if spec.local_address and not is_local(spec.local_address.strip("[]")):
             raise LaunchError(
                 f"LaunchSpec(local_address={spec.local_address!r}): this machine has no such "
                 f"address. Set one by which the other nodes reach it, or omit it."
             )
-    return row.run(spec, prepare(spec))
+    return entry.run(spec, prepare(spec))
 
 
 def check_target(spec: LaunchSpec) -> None:

@@ -68,7 +68,7 @@ class Entries:
         asked_s, on_cpu = self.asked_s, self.ctx.device.type == "cpu"
         self._waited_s += time.monotonic() - asked_s
         self.position = batch.position
-        may_be_due = self.due or self.counts_tokens  # tokens tell only after the step
+        may_be_due = self.due or self.counts_tokens  # tokens are counted only after the step
         if may_be_due:
             self._rates = [  # copied, since schedulers may change a tensor in place
                 rate.clone() if isinstance(rate := group["lr"], Tensor) else rate

@@ -176,7 +176,7 @@ def fit(
 
 @attrs.define
 class _Reader:
-    """What the loop that reads the reports tells the run."""
+    """What the loop that reads the reports passes to the run."""
 
     reason: str | None = None  # why this rank ends the run: "stopped", "failed" or "left"
     closed: bool = False  # whether it reads no more reports
@@ -283,8 +283,8 @@ class Rules:
     def __attrs_post_init__(self) -> None:
         if all(getattr(self, name) is None for name in _MEASURES):
             raise PlanError(
-                "fit: how long is the run? Pass epochs=, updates=, rows= or tokens=; the run ends "
-                "at the one that is reached first."
+                "fit: the run has no length. Pass epochs=, updates=, rows= or tokens=; the run "
+                "ends at the one that is reached first."
             )
         if self.keep_best is not None and self.evaluate is None:
             raise PlanError("fit: keep_best compares what evaluate gives; pass evaluate too.")
@@ -343,7 +343,7 @@ class Rules:
         return len({total}.union(*(range(step, total, step) for step in steps if step)))
 
     def total_updates(self, loader: Sharded) -> int | None:
-        """Updates of the whole run; None where only reading the data tells."""
+        """Updates of the whole run; None where only reading the data shows."""
         if self.epochs is None:
             return self.updates
         total = loader._total_updates(self.epochs)

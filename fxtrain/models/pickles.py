@@ -156,8 +156,8 @@ def _check_sizes(file: BinaryIO) -> None:
 def _reason(error: Exception) -> str:
     """The most informative line of a message."""
     lines = str(error).strip().splitlines()
-    telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
-    line = (telling or lines or [""])[0].strip()[:_MAX_REASON_LENGTH].rstrip(".")
+    relevant = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
+    line = (relevant or lines or [""])[0].strip()[:_MAX_REASON_LENGTH].rstrip(".")
     # The message of a KeyError is only the key.
     named = "" if isinstance(error, RuntimeError | ValueError) and line else type(error).__name__
     return f"{': '.join(filter(None, (named, line)))}."

@@ -98,10 +98,10 @@ def _check_quantized(opened: TensorSource, record: Quantize | None, module: nn.M
         )
     for name, part, library in quantized_layers(module):
         stored, facts = opened.layers.get(name), library.facts(part)
-        told = {} if stored is None else stored.facts
+        stored_facts = {} if stored is None else stored.facts
         same = stored is not None and stored.library is library
         if (stored is None and f"{name}.weight" not in opened.entries) or (
-            same and all(told.get(key, facts[key]) == facts[key] for key in facts)
+            same and all(stored_facts.get(key, facts[key]) == facts[key] for key in facts)
         ):
             continue
         what = "not quantized" if stored is None else f"of another format of {stored.library.name}"

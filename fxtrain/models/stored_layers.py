@@ -23,7 +23,7 @@ from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, FileTensor, Quantize, Weight, structure
 from fxtrain.state.parsing import parse_json
 
-# Metadata of a file: fields of a record that tensors do not tell.
+# Metadata of a file: fields of a record that tensors do not show.
 DESCRIPTION = "fxtrain.quantize"
 _SUMMARY = ".weight.quant_state.bitsandbytes__"
 _OFFSET = "weight.nested_offset"

@@ -15,8 +15,8 @@ from fxtrain.state import CommState
 from fxtrain.state.topology import Topology
 
 _LONGEST_CLOSE_S = 5.0
-# To write a word, which waits for no answer, but behind a question that was never answered.
-_WORD_S = 0.25
+# Time limit for a write without reply; an earlier unanswered request may delay it.
+_WRITE_S = 0.25
 _POLL_INTERVAL_S = 0.05
 _ON_HOST = {"gloo", "mpi", "fake", "xla"}
 
@@ -28,7 +28,7 @@ def make_close(
 
     `state` has the groups that were opened in addition to an existing process group. With
     `topology` and `store`, those of a run whose default group was opened here, it closes all
-    groups, and the other ranks are told why; it waits for them 5 s, or `timeout_s`, at most.
+    groups, and the other ranks receive the reason; it waits for them 5 s, or `timeout_s`, at most.
     """
     open_world: list[Any] = [dist.group.WORLD]  # empty once it is closed
     patience_s = min(_LONGEST_CLOSE_S, timeout_s)
@@ -46,7 +46,7 @@ def make_close(
             groups = opened
         else:
             word = "" if error is None else f"{type(error).__name__}: {error}"
-            longest_s = patience_s + 1 if error is None else _WORD_S
+            longest_s = patience_s + 1 if error is None else _WRITE_S
             within(longest_s, partial(_announce_exit, topology, store, word, patience_s))
         if error is not None:
             abort_groups(groups, patience_s)
@@ -96,7 +96,7 @@ def answered(patience_s: float, question: Callable[[], object]) -> bool:
 def read_views(
     store: Any, keys: Mapping[int, Mapping[str, str]], views: dict[int, str], deadline: float
 ) -> None:
-    """Add to `views` what other ranks tell in the store, until all have or the deadline has passed.
+    """Add to `views` what other ranks write to the store, until all have or the deadline passes.
 
     `keys` has, by rank, those under which it may write, each with the text before what it writes.
     """

@@ -232,8 +232,8 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
     sends = ctx.rank == src or ctx.comm.simulated
     blob = dump(list(packed.others.values()), ctx) if sends and packed.others else EMPTY
     fits = _fits_in_packet(ctx, tensors) and ctx.world_size > 1
-    mine = torch.cat([to_bytes(tensors), blob]) if fits else blob
-    payload = exchange_payloads(ctx, call, mine if sends else EMPTY)[src]
+    data = torch.cat([to_bytes(tensors), blob]) if fits else blob
+    payload = exchange_payloads(ctx, call, data if sends else EMPTY)[src]
     if ctx.world_size == 1:
         got = [tensor.clone() for tensor in tensors]
     elif fits:
@@ -263,8 +263,8 @@ def _gather_leaves(
     if _on_cpu(tensors) and sum([tensor.nbytes for tensor in tensors]) <= _MAX_PAYLOAD_BYTES:
         # Of more bytes, each dtype is sent by itself, which takes fewer copies.
         flat = to_bytes(tensors)
-        mine = flat if others is None else torch.cat([flat, others])
-        rows, sizes = exchange_rows(ctx, call, mine)
+        data = flat if others is None else torch.cat([flat, others])
+        rows, sizes = exchange_rows(ctx, call, data)
         stacked = unpack_ranks(rows, tensors, joined=joined)
         if others is not None:
             blobs = [row[flat.numel() : size] for row, size in zip(rows, sizes, strict=True)]
@@ -394,14 +394,14 @@ class _Gathered(torch.autograd.Function):
         ctx: DistContext = state.ctx
         if ctx.world_size == 1:
             return grad.reshape(state.shape), None
-        mine = grad.new_empty(state.shape)
-        sent, received = _as_real(grad).reshape(-1), _as_real(mine).view(-1)
+        local = grad.new_empty(state.shape)
+        sent, received = _as_real(grad).reshape(-1), _as_real(local).view(-1)
         with rank_loss_guard(ctx, ("gather", "grad=True"), ("gather", "its backward")):
             if grad.is_cpu:
                 _reduce_scatter(received, sent, group=ctx.comm.control)
             else:
                 run_on_device_group(ctx, lambda group: _reduce_scatter(received, sent, group=group))
-        return mine, None
+        return local, None
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -310,23 +310,23 @@ def _open_axes(
     opened: dict[tuple[tuple[int, ...], ...], Comm] = {}
     axes: dict[str, tuple[int, Comm]] = {}
     for name, parts in axis_parts.items():
-        (mine,) = (part for part in parts if rank in part)
+        (group_ranks,) = (part for part in parts if rank in part)
         key = tuple(map(tuple, parts))
-        if tuple(mine) == comm.ranks:
+        if tuple(group_ranks) == comm.ranks:
             part = comm
         elif key in opened:  # data over the replicate axis only is replicate
             part = opened[key]
         else:
-            part = Comm(ranks=tuple(mine), timeout_s=comm.timeout_s, checks=comm.checks)
+            part = Comm(ranks=tuple(group_ranks), timeout_s=comm.timeout_s, checks=comm.checks)
             if max(map(len, parts)) > 1:  # nodes may have different numbers of ranks
-                group = _open_axis(comm, name, parts, mine, wait, device, owned)
-                part = group if len(mine) > 1 else part
+                group = _open_axis(comm, name, parts, group_ranks, wait, device, owned)
+                part = group if len(group_ranks) > 1 else part
             opened[key] = part
-            if len(mine) > 1:
+            if len(group_ranks) > 1:
                 part.slot(CallState)
         if part is not comm:
             comm.state.children.add(part.state)
-        axes[name] = (mine.index(rank), part)
+        axes[name] = (group_ranks.index(rank), part)
     return axes
 
 
@@ -334,13 +334,13 @@ def _open_axis(
     comm: Comm,
     name: str,
     parts: list[list[int]],
-    mine: list[int],
+    group_ranks: list[int],
     wait: timedelta,
     device: torch.device,
     owned: bool,  # noqa: FBT001 - internal
 ) -> Comm:
     group: Any = dist.new_subgroups_by_enumeration(parts, timeout=wait)[0]
-    control = group if comm.simulated else _open_control(parts, mine, wait, owned=owned)
+    control = group if comm.simulated else _open_control(parts, group_ranks, wait, owned=owned)
     comm.state.opened_groups += [group] if comm.simulated else [group, control]
     if device.type == "xla":
         _extensions.xla_runtime.register_subgroups(group, device, parts)
@@ -348,14 +348,16 @@ def _open_axis(
         comm,
         group=group,
         control=control,
-        name=f"{name}{mine[0]}",
-        ranks=tuple(mine),
+        name=f"{name}{group_ranks[0]}",
+        ranks=tuple(group_ranks),
         close=Comm().close,
         state=CommState(),
     )
 
 
-def _open_control(parts: list[list[int]], mine: list[int], wait: timedelta, *, owned: bool) -> Any:
+def _open_control(
+    parts: list[list[int]], group_ranks: list[int], wait: timedelta, *, owned: bool
+) -> Any:
     """The gloo group of this rank's part of an axis.
 
     Where the default group has a device, torch splits its NCCL communicator on ranks that open a
@@ -364,9 +366,9 @@ def _open_control(parts: list[list[int]], mine: list[int], wait: timedelta, *, o
     """
     options: dict[str, Any] = {"timeout": wait, "backend": "gloo", "group_desc": _CONTROL}
     if owned:
-        return open_by_members(mine, **options)
+        return open_by_members(group_ranks, **options)
     groups = [dist.distributed_c10d.new_group(part, **options) for part in parts]
-    return groups[parts.index(mine)]
+    return groups[parts.index(group_ranks)]
 
 
 def export_local_rank(ctx: DistContext) -> None:

@@ -70,8 +70,8 @@ def main_first(ctx: DistContext) -> Iterator[None]:
 
 def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
     """Report to the other ranks that this one has finished the block, or why it failed."""
-    mine = "" if problem is None else error_text(problem)
-    problems = exchange_texts(ctx, ("main_first", "", mine), mine)
+    local_text = "" if problem is None else error_text(problem)
+    problems = exchange_texts(ctx, ("main_first", "", local_text), local_text)
     failed = [
         f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(problems) if text
     ]

@@ -100,17 +100,17 @@ def check_own_device(
     """Check that no other rank of this node uses the same GPU: CUDA's are compared in the store."""
     if device.type != "cuda":
         return
-    mine = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"device/{topology.rank}", mine)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"device/{topology.rank}", uuid)
     first = topology.rank - topology.local_rank
     node = range(max(first, 0), min(first + topology.local_world_size, topology.world_size))
     keys = {rank: f"device/{rank}" for rank in node}
     store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    same = [rank for rank, key in keys.items() if store.get(key).decode() == mine]
+    same = [rank for rank, key in keys.items() if store.get(key).decode() == uuid]
     if len(same) > 1:
         raise ContextError(
             f"Ranks {', '.join(map(str, same))} of this node use the same device {device} "
-            f"({mine}), and NCCL needs one device per rank. Launch one rank per visible device, "
+            f"({uuid}), and NCCL needs one device per rank. Launch one rank per visible device, "
             f"or make one device visible to each rank (CUDA_VISIBLE_DEVICES).",
             code="FX104",
         )
@@ -187,12 +187,12 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise PlanError(f"seed({value!r}): not a seed. Pass an int from 0 to 2**63 - 1.")
-    mine = value + ctx.rank if per_rank else value
-    torch.manual_seed(mine)
-    seed_host(mine)
+    rank_seed = value + ctx.rank if per_rank else value
+    torch.manual_seed(rank_seed)
+    seed_host(rank_seed)
     if ctx.device.type == "xla":
-        _extensions.xla_runtime.seed_device(mine, ctx)
-    return mine
+        _extensions.xla_runtime.seed_device(rank_seed, ctx)
+    return rank_seed
 
 
 def seed_host(value: int) -> None:

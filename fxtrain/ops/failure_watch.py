@@ -11,11 +11,11 @@ _STORE_S = 1.0
 
 
 class FailureWatch(threading.Thread):
-    """A thread that calls a function once another rank has told of a failure.
+    """A thread that calls a function once another rank has reported a failure.
 
     Args:
         store: What the ranks share.
-        key: Where a rank that fails writes why, in `tell`.
+        key: Where a rank that fails writes why, in `report`.
         react: Called once with that text, in this thread.
         patience_s: How long this rank may take to fail by itself.
     """
@@ -41,8 +41,8 @@ class FailureWatch(threading.Thread):
         if not self._stopped.wait(self._patience_s):
             self._react(reasons[0].decode(errors="replace"))
 
-    def tell(self, reason: str) -> None:
-        """Tell the other ranks that this one has failed."""
+    def report(self, reason: str) -> None:
+        """Report to the other ranks that this one has failed."""
         within(_STORE_S, lambda: self._store.set(self._key, reason))
 
     @property

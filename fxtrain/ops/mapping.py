@@ -66,9 +66,8 @@ def map(
     For inference: each rank has a model of its own, or calls one whose forward no other rank joins.
 
     Args:
-        fn: Called with an item, or with `batch`, with several as a value of the type of `items`, of
-            which it returns a sequence of as many results. It must not call collectives of this
-            context.
+        fn: Called with one item. With `batch=n`: with up to n items, in the type of `items`;
+            returns one result per item. It must not call collectives of this context.
         items: What `ops.split` takes: a sequence, a tensor or array, a dataset, or a dict of these;
             the same on every rank.
         batch: Items per call; the last call of a rank may get fewer.
@@ -103,9 +102,9 @@ def map(
         try:
             for places in _shares(count, ctx, batch or 1, order, key):
                 taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))
-                _tell(ctx, f"{key}/calls", 1)
+                _set(ctx, f"{key}/calls", 1)
         except DataError:
-            _tell(ctx, f"{key}/next", count)  # no rank takes another item
+            _set(ctx, f"{key}/next", count)  # no rank takes another item
             _wait_for_others(ctx, key)
             raise
         _wait_for_others(ctx, key)
@@ -128,9 +127,9 @@ def _checked(items: Any, batch: Any, order: Any) -> int:
 def _shares(count: int, ctx: DistContext, size: int, order: str, key: str) -> Iterator[_Places]:
     """The items of each call of the function on this rank."""
     if order == "static" or ctx.world_size == 1:
-        mine = split(range(count), ctx)
-        for start in range(0, len(mine), size):
-            yield list(mine[start : start + size])
+        assigned = split(range(count), ctx)
+        for start in range(0, len(assigned), size):
+            yield list(assigned[start : start + size])
         return
     while (start := (ctx.comm.store.add(f"{key}/next", 1) - 1) * size) < count:
         yield list(range(start, min(start + size, count)))
@@ -160,7 +159,7 @@ def _only(tree: Any) -> Any:
     return {key: _only(entry) for key, entry in tree.items()} if isinstance(tree, dict) else tree[0]
 
 
-def _tell(ctx: DistContext, key: str, number: int) -> None:
+def _set(ctx: DistContext, key: str, number: int) -> None:
     """Add to a number that all ranks see."""
     if ctx.world_size > 1:
         ctx.comm.store.add(key, number)

@@ -160,12 +160,12 @@ def all_ranks(flag: object, ctx: DistContext) -> bool:
 
 def _flags(op: str, flag: object, ctx: DistContext) -> list[bool]:
     check_connected(op, ctx)
-    mine, unclear = False, None
+    local, unclear = False, None
     try:
-        mine = bool(flag)
+        local = bool(flag)
     except Exception as error:  # a tensor of several entries, or an error of the flag's __bool__
         unclear = error
-    payload = torch.tensor([mine, unclear is not None], device="cpu").view(torch.uint8)
+    payload = torch.tensor([local, unclear is not None], device="cpu").view(torch.uint8)
     rows = exchange_payloads(ctx, (op, ""), payload)
     flags = [(bool(row[0]), bool(row[1])) for row in rows]
     if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(flags) if is_unclear]:

@@ -134,7 +134,7 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
         read_views(store, {rank: {f"unopened/{rank}": ""} for rank in ranks}, errors, until)
 
     known = known and answered(_LOOK_S + _ANSWER_S, ask)
-    silent = "has told no error so far" if known else "unknown, since the store does not answer"
+    silent = "has reported no error yet" if known else "unknown, since the store does not answer"
     views = [(rank, errors.get(rank, silent)) for rank in ranks]
     did = f"did not reach {'; '.join(far)} to open" if far else "could not open"
     lines = [
@@ -222,9 +222,9 @@ def open_by_members(ranks: list[int], **options: Any) -> Any:
     """Open a process group by its members alone, who open the same groups in the same order.
 
     torch names such a group after its ranks and the number of open groups. Once other groups have
-    been closed, that may be the name of an earlier group of the same ranks: of one that is open,
-    which torch refuses, or of a closed one, whose addresses are still in the store. Here the
-    number counts the groups of these ranks that this rank has opened, so that no name comes twice.
+    been closed, the name may clash with an earlier group of these ranks. torch refuses an open
+    one; a closed one left stale addresses in the store. Here the number counts the groups of these
+    ranks that this rank has opened, so that no name is used twice.
     """
     # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
     library: Any = dist.distributed_c10d

@@ -80,10 +80,10 @@ def pad(
     check_connected("pad", ctx)
     packed = pack(tree)
     tensors = list(packed.tensors.values())
-    mine = [t.shape[dim] if _has_dim(t, dim) else -1 for t in tensors]
-    ranks = [mine]
+    local = [t.shape[dim] if _has_dim(t, dim) else -1 for t in tensors]
+    ranks = [local]
     if ctx.world_size > 1:
-        payload = torch.tensor(mine, dtype=torch.int64, device="cpu").view(torch.uint8)
+        payload = torch.tensor(local, dtype=torch.int64, device="cpu").view(torch.uint8)
         call = (
             "pad",
             f"{packed.shape.text} {[_signature_without_dim(t, dim) for t in tensors]}, dim={dim}, "
@@ -91,7 +91,7 @@ def pad(
         )
         rows = exchange_payloads(ctx, call, payload)
         ranks = [row.clone().view(torch.int64).tolist() for row in rows]
-    lengths = tuple(zip(*ranks, strict=True)) if mine else ()
+    lengths = tuple(zip(*ranks, strict=True)) if local else ()
     padded = [
         extend(tensor, dim, max(all_ranks), value, first=first)
         for tensor, all_ranks in zip(tensors, lengths, strict=True)

@@ -102,8 +102,8 @@ def check_same_plan(
     """
     if ctx.world_size == 1 or not ctx.comm.checks or ctx.comm.control is None:
         return
-    mine = torch.frombuffer(bytearray(digest_of_plan(plan, extra)), dtype=torch.uint8)
-    digests = exchange_payloads(ctx, (action, ""), mine)
+    local = torch.frombuffer(bytearray(digest_of_plan(plan, extra)), dtype=torch.uint8)
+    digests = exchange_payloads(ctx, (action, ""), local)
     if any(not torch.equal(digest, digests[0]) for digest in digests):
         raise_plan_differences(action, ctx, plan, extra, cures or {})
 

@@ -23,7 +23,7 @@ from fxtrain.state.topology import Topology
 # Time for the other ranks to read why they do not join.
 _READERS_WAIT = timedelta(seconds=10)
 _ABSENT = "absent"
-_QUIET_S = 10.0  # of waiting for other ranks, before a line tells of it
+_QUIET_S = 10.0  # of waiting for other ranks, before a line about it is written
 _MORE_S = 0.25  # for torch's own error, which comes at the timeout
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
 
 
 def _give_up(store: Any, who: str, missing: Sequence[int], keys: Mapping[int, str]) -> None:
-    """Tell all ranks that some never joined, and wake those that wait for them."""
+    """Report to all ranks that some never joined, and wake those that wait for them."""
     names = ", ".join(map(str, missing))
     text = (
         f"{who}, and these ranks never joined: {names}. Check their output, or raise "
@@ -218,7 +218,7 @@ def _wait_for_readers(topology: Topology, store: Any, keys: Mapping[int, str]) -
 
 
 def _difference(me: str, key: bytes, others: dict[int, str]) -> str:
-    proof, _, mine = _identity(key).partition("/")
+    proof, _, versions = _identity(key).partition("/")
     secret = [str(rank) for rank, text in others.items() if text.partition("/")[0] != proof]
     if secret:
         return (
@@ -228,7 +228,7 @@ def _difference(me: str, key: bytes, others: dict[int, str]) -> str:
     theirs = "; ".join(
         f"rank {rank} has {text.partition('/')[2]}" for rank, text in sorted(others.items())[:8]
     )
-    return f"{me} has {mine}, but {theirs}. Install the same versions on every machine."
+    return f"{me} has {versions}, but {theirs}. Install the same versions on every machine."
 
 
 def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:

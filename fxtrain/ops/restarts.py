@@ -57,7 +57,7 @@ def restarting(
         What `main` returned, once it has returned on all ranks.
 
     Effects:
-        As `fx.detect`, each time. A rank that fails tells the others through the store. Their
+        As `fx.detect`, each time. A rank that fails reports it through the store. The others'
         collectives fail since its groups are closed; in a rank that waits elsewhere, SIGURG
         interrupts the main thread with a CollectiveError after a tenth of the timeout, at most
         5 s, and NCCL's communicators are aborted, for which its device may wait. Other C code that
@@ -89,7 +89,7 @@ def restarting(
     for left in range(restarts, -1, -1):
         ctx = detect(env, device=device, mesh=mesh, timeout_s=timeout_s, checks=checks)
         try:
-            with ctx, _told_of_failures(ctx):
+            with ctx, _reporting_failures(ctx):
                 result = main(ctx)
                 barrier(ctx)
                 return result
@@ -101,13 +101,13 @@ def restarting(
         del ctx
         gc.collect()  # groups that frames of the traceback kept open, for which others wait
         if ranks > 1 and store is not None:
-            _meet(rank, ranks, store, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+            _join(rank, ranks, store, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     raise AssertionError("restarts is at least 0")
 
 
-def _meet(rank: int, ranks: int, store: Any, timeout_s: float) -> None:
+def _join(rank: int, ranks: int, store: Any, timeout_s: float) -> None:
     """Wait until every rank has failed, which takes the timeout of a collective at most.
 
     Connecting then raises, with the ranks that are missing, if one has not.
@@ -136,8 +136,8 @@ def _say(error: Exception, left: int) -> None:
 
 
 @contextlib.contextmanager
-def _told_of_failures(ctx: DistContext) -> Iterator[None]:
-    """Tell the other ranks of a failure in the block, and interrupt it after one of theirs."""
+def _reporting_failures(ctx: DistContext) -> Iterator[None]:
+    """Report a failure in the block to the other ranks, and interrupt it after one of theirs."""
     if ctx.world_size == 1 or ctx.comm.store is None:
         yield
         return
@@ -146,7 +146,7 @@ def _told_of_failures(ctx: DistContext) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        interrupts.watch.tell(f"rank {ctx.rank} failed with {type(error).__name__}: {error}")
+        interrupts.watch.report(f"rank {ctx.rank} failed with {type(error).__name__}: {error}")
         raise
     finally:
         interrupts.stop()

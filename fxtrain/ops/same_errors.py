@@ -35,8 +35,8 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """
     check_connected("raise_together", ctx)
     if ctx.world_size > 1:
-        mine = "" if problem is None else error_text(problem)
-        texts = exchange_texts(ctx, ("raise_together", "", mine), mine)
+        local_text = "" if problem is None else error_text(problem)
+        texts = exchange_texts(ctx, ("raise_together", "", local_text), local_text)
         if problem is None and any(texts):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]), code="FX303")
@@ -72,8 +72,8 @@ def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
         if problem is not None:
             raise problem
     else:
-        mine = "" if problem is None else _problem_text(problem, action)
-        if problems := problem_of_ranks("raise_together", mine, ctx):
+        text = "" if problem is None else _problem_text(problem, action)
+        if problems := problem_of_ranks("raise_together", text, ctx):
             raise CheckpointError(problems) from problem
 
 
@@ -93,8 +93,8 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
     of packets; `op` is the call, for the error if a rank makes another one.
     """
     machine = f" on {platform.node()}" if ctx.num_nodes > 1 else ""
-    mine = words and f"{machine}: {words}"
-    rows = exchange_texts(ctx, (op, "", mine), mine)
+    line = words and f"{machine}: {words}"
+    rows = exchange_texts(ctx, (op, "", line), line)
     problems = {rank: row.partition(": ") for rank, row in enumerate(rows) if row}
     texts = {text for _, _, text in problems.values()}
     if len(texts) <= 1 and (not machine or len(problems) in (0, ctx.world_size)):
@@ -106,8 +106,8 @@ def gather_with_errors(
     value: Any, problem: BaseException | None, ctx: DistContext
 ) -> tuple[list[Any], list[str]]:
     """The values of all ranks, and a line per problem with its ranks, in one exchange."""
-    mine = "" if problem is None else error_text(problem)
-    own = (value, mine, mine and platform.node())
+    local_text = "" if problem is None else error_text(problem)
+    own = (value, local_text, local_text and platform.node())
     rows = [own] if ctx.world_size == 1 else gather_objects(own, ctx)
     hosts = {rank: host for rank, (*_, host) in enumerate(rows) if host and ctx.num_nodes > 1}
     problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(rows) if text), hosts)

@@ -64,8 +64,8 @@ def schedule(metric: float | Tensor, model: Wrapped) -> None:
             f"ops.schedule(metric, model) takes one number, found {shown(metric)}. For example: "
             f"fx.ops.schedule(validation_loss, model)."
         )
-    mine = as_scalar(metric, model.window.sums)
-    mean = reduce(mine.reshape(()), model.ctx, op="mean").item()
+    local = as_scalar(metric, model.window.sums)
+    mean = reduce(local.reshape(()), model.ctx, op="mean").item()
     for scheduler in waiting:
         scheduler.step(mean)
 

@@ -31,7 +31,7 @@ def separate_groups(ctx: DistContext) -> Iterator[None]:
 
     Effects:
         Two exchanges of packets, and a group for each communicator of the context and its axes. A
-        rank on which the block raises tells the others through the store, and these abort the
+        rank on which the block raises reports it through the store, and the others abort the
         groups of the block. The block ends when the device has completed its kernels. Nothing at
         one rank, in a dry run and under XLA.
     """
@@ -55,7 +55,7 @@ def separate_groups(ctx: DistContext) -> Iterator[None]:
         if ctx.device.type != "cpu":
             torch.accelerator.synchronize(ctx.device)
     except Exception as error:
-        watch.tell(f"{type(error).__name__}: {error}")
+        watch.report(f"{type(error).__name__}: {error}")
         traceback.clear_frames(error.__traceback__)  # whose variables hold groups
         raise
     finally:

@@ -192,11 +192,11 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
             for work in sent:
                 if work is not None:
                     work.wait()
-            mine = blobs[src]
+            data = blobs[src]
         else:
-            mine = torch.empty(sizes[ctx.rank], dtype=torch.uint8, device="cpu")
-            dist.recv(mine, src=ranks[src], group=group)
-    (tree,) = unpickle_all("scatter", {src: mine}, ctx, sure=sure)
+            data = torch.empty(sizes[ctx.rank], dtype=torch.uint8, device="cpu")
+            dist.recv(data, src=ranks[src], group=group)
+    (tree,) = unpickle_all("scatter", {src: data}, ctx, sure=sure)
     return tree
 
 

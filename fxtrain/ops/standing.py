@@ -53,7 +53,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in the kernel's ticks, which tells it from a later one of its number.
+    """When a process started, in the kernel's ticks: a later one of its number has another start.
 
     Empty where there is no such process, or the system does not say.
     """

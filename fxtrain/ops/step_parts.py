@@ -153,7 +153,7 @@ def backward(
 
 
 def _check_reached(model: Wrapped) -> None:
-    """Refuse the loss of another model, after its backward; only full gradients can tell."""
+    """Refuse the loss of another model, after its backward; only full gradients show it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if model.strategy.full_parameters and trained and all(p.grad is None for p in trained):
         raise StepError(
@@ -404,7 +404,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
     after each micro-batch; all replicas then have the same weight.
 
     Args:
-        position: `batch.position`, by which the plan tells whether the round ends. None ends it.
+        position: `batch.position`, from which the plan finds whether the round ends. None ends it.
 
     Effects:
         Changes parameters and floating-point buffers in place, with one all-reduce per dtype.

@@ -31,11 +31,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped) -> WeightedLoss:
     """Scale a loss so that the gradients, averaged over ranks, are those of the update."""
-    sizes, mine = batch.sizes, batch.sizes[model.ctx.axis("data").rank]
-    if not mine and aux is not None:
+    sizes, local_rows = batch.sizes, batch.sizes[model.ctx.axis("data").rank]
+    if not local_rows and aux is not None:
         aux = _tree.map_leaves(_zero, aux)
     if type(loss) is Weighted:
-        return _weigh_explicit(loss, aux, batch, model, present=mine > 0)
+        return _weigh_explicit(loss, aux, batch, model, present=local_rows > 0)
     if model.status.replica is not None:
         sizes = model.status.replica.sizes(batch)
     ranks, total = len(sizes), sum(sizes) * batch.parts
@@ -43,15 +43,15 @@ def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped) -> WeightedLos
         total *= model.plan.accumulate
     elif model.window.micro:  # else the window is this batch
         total = model.window.full_rows
-    if mine * ranks == total != 0:
+    if local_rows * ranks == total != 0:
         part = loss
-    elif mine and total % (mine * ranks) == 0:
+    elif local_rows and total % (local_rows * ranks) == 0:
         # Divide by the count, as a hand-written loop does, so that the result rounds the same way.
-        part = loss / (total // (mine * ranks))
+        part = loss / (total // (local_rows * ranks))
     else:
-        part = loss * (mine * ranks / total if mine else 0.0)
-    mean = loss.detach() if mine else torch.zeros_like(loss.detach())
-    return WeightedLoss(loss=part, mean=mean, weight=mine, aux=aux)
+        part = loss * (local_rows * ranks / total if local_rows else 0.0)
+    mean = loss.detach() if local_rows else torch.zeros_like(loss.detach())
+    return WeightedLoss(loss=part, mean=mean, weight=local_rows, aux=aux)
 
 
 def _zero(leaf: Any) -> Any:

@@ -112,9 +112,9 @@ def _rows(tensor: Any, dim: int, package: Any) -> slice | Tensor:
         [-1 if d == dim else 1 for d in range(tensor.ndim)]
     )
     laid = package.distribute_tensor(numbers, tensor.device_mesh, along, src_data_rank=None)
-    mine = laid.to_local().flatten().cpu()
-    start, stop = (int(mine[0]), int(mine[-1]) + 1) if len(mine) else (0, 0)
-    return slice(start, stop) if stop - start == len(mine) else mine
+    indices = laid.to_local().flatten().cpu()
+    start, stop = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
+    return slice(start, stop) if stop - start == len(indices) else indices
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ class Library:
         put: (layer, tensors) → None: replaces them by others, on any device.
         facts: (layer) → settings of its weight that a file stores beside the tensors.
         build: (layer, tensors, facts, record) → a quantized layer for a plain one.
-        settings: (layer) → the fields of a record that it tells, with its kind.
+        settings: (layer) → the fields of a record that it determines, with its kind.
         split: (layer, device) → None: makes its weight a plain parameter, whose rows can be split
             over ranks, and moves its other tensors to the device. None if the library cannot
             compute with such a weight.

@@ -191,12 +191,12 @@ def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dic
 
 def _device_problem(recipe: Recipe, device: torch.device) -> str | None:
     """Why a device cannot compute in the format of a recipe, or None. Imports the library."""
-    told, advice = f"this device is {device.type}", "Use precision='bf16'"
+    reason, advice = f"this device is {device.type}", "Use precision='bf16'"
     if isinstance(recipe, TE):
         scaling = _SCALINGS[recipe.scaling]
         fits, reason = getattr(_engine(), scaling[1])(return_reason=True)
         what, needs = f"TE(scaling={recipe.scaling!r})", scaling[2]
-        told = f"Transformer Engine says: {reason or 'not available'}"
+        reason = f"Transformer Engine says: {reason or 'not available'}"
     elif isinstance(recipe, Float8):
         _modules()
         fits = recipe.emulate or has_float8(device)
@@ -212,7 +212,7 @@ def _device_problem(recipe: Recipe, device: torch.device) -> str | None:
         needs = "products in microscaling formats: CUDA 10.0 or newer (B200, GB200)"
         if recipe.format != "nvfp4":
             advice += f", or MX(format={recipe.format!r}, emulate=True) to try the plan out, slowly"
-    return None if fits else f"{what} needs a GPU with {needs}; {told}. {advice}."
+    return None if fits else f"{what} needs a GPU with {needs}; {reason}. {advice}."
 
 
 # A layer of the library's class, whose own attributes a converted layer takes; its parameters are

@@ -25,6 +25,7 @@ from fxtrain.errors import ContextError, FxError, PlanError, StepError
 from fxtrain.ops.connecting import plan_variables
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.profiling.fake_tensors import FakeValuesMode, is_library
+from fxtrain.profiling.operators import operators
 from fxtrain.profiling.tables import show_mesh
 from fxtrain.profiling.watching import (
     LoopRecorder,
@@ -160,16 +161,17 @@ def rehearse(
 def figures(watch: LoopRecorder, axis_of: Callable[[RecordedCall], str]) -> dict[str, Any]:
     """The recorded figures of setup and of the last step, as fields of a `DryRun`."""
     memory, traffic = watch.memory, watch.traffic
-    end = len(memory.changes), len(traffic)
+    end = len(memory.changes), len(traffic), len(watch.operators)
     first = watch.started or end
-    marks = [first, *watch.marks] if watch.marks else [(0, 0), end]
-    (start, first_call), (stop, last_call) = marks[-2:]
+    marks = [first, *watch.marks] if watch.marks else [(0, 0, 0), end]
+    (start, first_call, first_operator), (stop, last_call, last_operator) = marks[-2:]
     return {
         "memory": memory.most(start, stop),
         "peak": memory.peak(start, stop),
         "setup_peak": memory.peak(0, marks[1][0]),
         "setup": sum_calls(traffic[: first[1]], axis_of),
         "step": sum_calls(traffic[first_call:last_call] if watch.marks else (), axis_of),
+        "operators": operators(watch.operators[first_operator:last_operator]),
         "timeline": memory.moments(start, stop, most=_MOMENTS),
     }
 

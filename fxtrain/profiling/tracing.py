@@ -81,11 +81,11 @@ def _settle() -> None:
 
 def _others_run() -> bool:
     """Whether another thread of this process runs or waits for a processor; False if unknown."""
-    mine = str(threading.get_native_id())
+    thread_id = str(threading.get_native_id())
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # a thread that has ended
             state = (task / "stat").read_bytes().rpartition(b")")[2].split()[0]
-            if state == b"R" and task.name != mine:
+            if state == b"R" and task.name != thread_id:
                 return True
     return False
 
@@ -144,7 +144,7 @@ class Trace:
         self.count += 1
         if self._recorder is not None:
             self._recorder.step()
-            self._tell()
+            self._notify()
 
     def key_averages(
         self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
@@ -211,7 +211,7 @@ class Trace:
         self._is_ready = True
         profiler.profiler = None  # of which torch would warn in the next cycle
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._is_ready and self._on_trace_ready is not None:
             self._on_trace_ready(self)
         self._is_ready = False
@@ -248,12 +248,12 @@ class Trace:
             if self._recorder is not None:
                 self._is_ending = True
                 self._recorder.stop()
-                self._tell()
-        mine = None
+                self._notify()
+        local = None
         if self._steps:
             flops = self._flops if self._spec.flops else None
-            mine = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=flops)
-        ranks = tuple(times for times in ops.gather_objects(mine, self.ctx) if times is not None)
+            local = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=flops)
+        ranks = tuple(times for times in ops.gather_objects(local, self.ctx) if times is not None)
         if not ranks:
             ops.log(self.ctx, "fxtrain.profiling").warning(
                 "Nothing was recorded in %d steps: the loop is too short for skip_first, wait and "

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxtrain.precision.quantizing import live_tensors
 from fxtrain.profiling.fake_tensors import FakeValuesMode
+from fxtrain.profiling.operators import Call, Phase, operator_call
 from fxtrain.state import Memory, Traffic, Wrapped
 from fxtrain.state.dry_runs import PARTS
 
@@ -128,7 +129,7 @@ class StepsConverged(BaseException):
     """Ends a loop whose steps have become equal. Not an Exception, so that no code catches it."""
 
 
-Mark = tuple[int, int]  # positions in the memory log and in the traffic log
+Mark = tuple[int, int, int]  # positions in the logs of memory, traffic and operators
 
 
 class LoopRecorder:
@@ -140,18 +141,25 @@ class LoopRecorder:
     def __init__(self, *, most: int, fakes: FakeTensorMode | None = None) -> None:
         self.memory = MemoryLog(fakes)
         self.traffic: list[RecordedCall] = []
+        self.operators: list[Call] = []
         self.started: Mark | None = None  # at the first forward
         self.marks: list[Mark] = []  # at the end of each step
         self.wrapped: Wrapped | None = None  # what the first optimizer updates, if it is ours
         self._most = most
         self._clock: Any = None
         self._loads = 0
+        self._updating = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an operator and its result."""
         if self._loads:
             self.memory.leave_out(tree_leaves((args, kwargs)))
+        elif done := operator_call(func, args, kwargs, out):
+            # Autograd computes gradients with grad mode off.
+            phase: Phase = "forward" if torch.is_grad_enabled() else "backward"
+            name, *sizes = done
+            self.operators.append((name, "update" if self._updating else phase, *sizes))
         self.traffic.extend(collectives(func, args))
         for leaf in [out] if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -166,7 +174,7 @@ class LoopRecorder:
         finally:
             self._loads -= 1
 
-    def meet(self, module: nn.Module) -> None:
+    def add(self, module: nn.Module) -> None:
         """Remember a module and its submodules."""
         if module not in self._modules:
             self._modules.update(module.modules())
@@ -175,10 +183,11 @@ class LoopRecorder:
         """Called before a module's forward."""
         if self.started is None:
             self.started = self._here()
-        self.meet(module)
+        self.add(module)
 
     def before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Called before an update, when gradients are complete and nothing is freed yet."""
+        self._updating = True
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         self.memory.hold("parameters", trained)
         self.memory.hold("gradients", [p.grad for p in trained])
@@ -192,6 +201,7 @@ class LoopRecorder:
 
     def after_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Called after an update, when the optimizer has its state."""
+        self._updating = False
         # torch's ZeroRedundancyOptimizer keeps this rank's states in an inner optimizer.
         for part in (optimizer, getattr(optimizer, "optim", None)):
             if isinstance(part, Optimizer):
@@ -206,12 +216,12 @@ class LoopRecorder:
 
     def _settled(self) -> bool:
         """Whether the last two steps had the same collectives, so that the next would too."""
-        edges = [traffic for _, traffic in (self.started or (0, 0), *self.marks)][-3:]
+        edges = [mark[1] for mark in (self.started or (0, 0, 0), *self.marks)][-3:]
         steps = [Counter(self.traffic[start:stop]) for start, stop in pairwise(edges)]
         return len(steps) == 2 and steps[0] == steps[1]
 
     def _here(self) -> Mark:
-        return len(self.memory.changes), len(self.traffic)
+        return len(self.memory.changes), len(self.traffic), len(self.operators)
 
 
 @contextmanager
@@ -225,8 +235,8 @@ def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorde
         return out
 
     hooks = (
-        registry.register_module_parameter_registration_hook(lambda m, *_: watch.meet(m)),
-        registry.register_module_buffer_registration_hook(lambda m, *_: watch.meet(m)),
+        registry.register_module_parameter_registration_hook(lambda m, *_: watch.add(m)),
+        registry.register_module_buffer_registration_hook(lambda m, *_: watch.add(m)),
         registry.register_module_forward_pre_hook(watch.forward),
         register_optimizer_step_pre_hook(watch.before_update),
         register_optimizer_step_post_hook(watch.after_update),

@@ -90,19 +90,19 @@ class Replicas:
 
 
 class Heartbeats:
-    """Whether the other replicas still run, by counters in the store at which their group has met.
+    """Whether the other replicas still run, by counters in the store that opened their group.
 
     A replica whose process is frozen, or whose machine has lost its network, keeps its connections
     open, so that the others wait in an all-reduce until its timeout. A thread of each rank raises a
     counter in the store and reads those of the others. A second thread cuts the connections of the
-    group if one has not changed for `missed_s` while this rank waits, and calls `tell` with the
+    group if one has not changed for `missed_s` while this rank waits, and calls `report` with the
     numbers of such replicas. The all-reduce then fails as if the other replica had been killed, on
     the remaining replicas too, since they are cut off in turn. In `shared`, the store of this
-    replica's ranks, a rank whose peer is lost tells the others to cut their connections too.
+    replica's ranks, a rank whose peer is lost asks the others to cut their connections too.
     """
 
-    def __init__(self, missed_s: float, tell: Callable[[list[int]], None], shared: Any) -> None:
-        self._missed_s, self._tell, self._shared = missed_s, tell, shared
+    def __init__(self, missed_s: float, report: Callable[[list[int]], None], shared: Any) -> None:
+        self._missed_s, self._report, self._shared = missed_s, report, shared
         self._stop = threading.Event()
         self._waits_since: float | None = None
 
@@ -122,7 +122,7 @@ class Heartbeats:
                     continue
                 late = [other for other, at in heard.items() if now - at > self._missed_s]
                 if late:
-                    self._tell(late)
+                    self._report(late)
                     if shared is not None:
                         shared.set(key, "")
                 if late or (shared is not None and shared.check([key])):
@@ -224,9 +224,9 @@ class Members:
                 tensor.copy_(summed.view_as(tensor))
         return True
 
-    def check_history(self, total: float, mine: int, update: int) -> None:
+    def check_history(self, total: float, local: int, update: int) -> None:
         """Compare this replica's digest of what was computed last with the sum of all replicas'."""
-        if total != mine * self.live:
+        if total != local * self.live:
             raise CollectiveError(
                 f"Update {update}: the {self.live} replicas have not all made the last exchange "
                 f"together, so their parameters differ. A lighthouse that does not wait for a slow "
@@ -282,7 +282,7 @@ def join(
     timeout = timedelta(seconds=settings.timeout_s)
     on_gpu = ctx.device.type == "cuda"
 
-    def tell(late: list[int]) -> None:
+    def report(late: list[int]) -> None:
         ops.log(ctx, "fxtrain.replicas").warning(
             "Replica %s of the present update has shown no sign of life for %g s and is given up.",
             ", ".join(map(str, late)),
@@ -290,7 +290,7 @@ def join(
             everyone=True,
         )
 
-    beats = Heartbeats(settings.heartbeat_s, tell, ctx.comm.store)
+    beats = Heartbeats(settings.heartbeat_s, report, ctx.comm.store)
     group = _watched_group(torchft, beats, timeout, on_gpu=on_gpu)(timeout=timeout)
     try:
         manager = torchft.Manager(

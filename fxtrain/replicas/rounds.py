@@ -117,7 +117,7 @@ class Rounds:
         self.now.weight.add_(weight)
         self.rows += rows
 
-    def meets_at(self, position: Position) -> bool:
+    def ends_at(self, position: Position) -> bool:
         """Whether replicas exchange something after the update before a position."""
         due = any(exchange.due <= position.updates for exchange in self.now.under_way.values())
         return position.updates > 0 and (due or bool(self._begun(position)))

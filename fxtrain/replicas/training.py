@@ -102,17 +102,16 @@ def train(
     in bits equal to its own, and takes part from the next update on. No row is lost or repeated.
 
     With `Replicas(local=...)` each replica makes its updates independently, of its part of the
-    rows, and all of them meet only for an average. One that dies is missed there: its rows since
-    the last average are lost, and the mean is that of the others. One that joins receives the
-    outer parameters and the state of the outer optimizer there, and trains from the next update
-    on.
+    rows, and all of them communicate only for an average. If a replica dies, its rows since the
+    last average are lost, and the mean is that of the others. One that joins receives the outer
+    parameters and the state of the outer optimizer there, and trains from the next update on.
 
     Args:
         ctx: The ranks of this replica.
         fns: The model and its loss; aux metrics are dropped.
         loader: From `fx.shard` or `fx.tokens`, for the ranks of this replica. Its batch size is
             that of a rank, or with `batch="global"` that of all ranks of all replicas.
-        replicas: How many there are, and where they meet.
+        replicas: How many there are, and the address at which they connect.
         updates: Updates of the whole run, including those before a restart.
         folder: Where replica 0 saves checkpoints, and from where a run in which no replica is left
             continues; shared by all replicas.
@@ -213,7 +212,7 @@ class _Run:
     updates: int  # of the whole run
     progress: Progress
     rounds: Rounds | None  # of replicas that train independently
-    met: bool = False  # the others
+    averaged_once: bool = False  # the others
     healed: bool = False  # by another one's state since the last update
     # By number of parts of the global batches and part: its batches, and the cursor after the last.
     open: dict[tuple[int, int], tuple[Iterator[Batch], Position]] = attrs.field(factory=dict)
@@ -248,9 +247,9 @@ class _Run:
         None if this replica has joined where the others ended.
         """
         rounds = self.rounds
-        if rounds is not None and not self.met:
-            self._meet(members, rounds)
-            self.met = True
+        if rounds is not None and not self.averaged_once:
+            self._average(members, rounds)
+            self.averaged_once = True
             if self.position.updates >= rounds.updates:
                 return None
         attempts = 0
@@ -268,15 +267,15 @@ class _Run:
         healed, self.healed = self.healed, False
         loss, weight, bad, rows = totals.tolist()
         applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
-        met: dict[str, Any] = {}
+        averaged_once: dict[str, Any] = {}
         if rounds is None:
             history = zlib.crc32(totals.cpu().numpy().tobytes())
             self.progress = attrs.evolve(self.progress, history=history)
         else:
             rounds.count(weight, rows)
-            if rounds.meets_at(self.position):
-                met = self._meet(members, rounds)
-        # Healed where replicas meet, it is where the others are, and has no update of its own.
+            if rounds.ends_at(self.position):
+                averaged_once = self._average(members, rounds)
+        # Healed where replicas average, it is where the others are, and has no update of its own.
         return Update(
             loss=loss / weight if weight else math.nan,
             grad_norm=grad_norm,
@@ -284,10 +283,10 @@ class _Run:
             position=self.position,
             updates=self.position.updates,
             healed=healed,
-            **{"live": members.live, "index": members.index, "attempts": attempts, **met},
+            **{"live": members.live, "index": members.index, "attempts": attempts, **averaged_once},
         )
 
-    def _meet(self, members: Members, rounds: Rounds) -> dict[str, Any]:
+    def _average(self, members: Members, rounds: Rounds) -> dict[str, Any]:
         """Gather the replicas, and average what is due over those that are there."""
         rounds.end_traffic(members)
         attempts = 0
@@ -295,7 +294,7 @@ class _Run:
             attempts += 1
             updates = self.position.updates
             members.gather(2 * updates + self.progress.averaged, updates)
-            if self.progress.averaged or not rounds.meets_at(self.position):
+            if self.progress.averaged or not rounds.ends_at(self.position):
                 return {}
             rounds.begin(self.position)
             rows, counters = rounds.exchange(members, self.progress)
@@ -332,14 +331,14 @@ class _Run:
         """
         data, keep = self.ctx.axis("data"), members.settings.batch == "keep"
         parts = members.settings.count if keep else members.live
-        mine = range(members.index, parts, members.live)
+        assigned = range(members.index, parts, members.live)
         totals = torch.zeros(_TOTALS, dtype=torch.float64, device=self.ctx.device)
         batch = None
-        if not mine:  # more replicas than parts: it only follows
+        if not assigned:  # more replicas than parts: it only follows
             *_, batch = self.window(parts, 0, self.position)
-        for part in mine:
+        for part in assigned:
             for batch in self.window(parts, part, self.position):
-                last = part == mine[-1] and not batch.position.micro
+                last = part == assigned[-1] and not batch.position.micro
                 reduce = last or self.model.plan.sync_each
                 self.model.window.closes = last
                 weighted = self.model.strategy.run(self.model, batch, self._compute_loss, reduce)

@@ -4,7 +4,8 @@ from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, CommState, DistContext
 from fxtrain.state.converters import Change, diff, fingerprint, structure, unstructure
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
-from fxtrain.state.dry_runs import DryRun, Memory, Problem, Traffic
+from fxtrain.state.devices import DEVICES, Device, read_device
+from fxtrain.state.dry_runs import DryRun, Memory, Operator, Problem, Traffic
 from fxtrain.state.files import dumps, loads, read_plan, read_record, write_plan, write_record
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.placement import Offload, Placement, Unit
@@ -72,8 +73,10 @@ __all__ = [
     "Compile",
     "Config",
     "DDP",
+    "DEVICES",
     "Data",
     "DeepSpeed",
+    "Device",
     "DiLoCo",
     "DistContext",
     "DryRun",
@@ -90,6 +93,7 @@ __all__ = [
     "ModelState",
     "ModelStatus",
     "Offload",
+    "Operator",
     "PP",
     "Placement",
     "Plan",
@@ -124,6 +128,7 @@ __all__ = [
     "fingerprint",
     "from_config",
     "loads",
+    "read_device",
     "read_plan",
     "read_record",
     "round_ends",

@@ -60,6 +60,27 @@ class Traffic:
 
 
 @record
+class Operator:
+    """Calls of one operator in a step whose sizes are equal.
+
+    Attributes:
+        name: torch's name, such as addmm.
+        phase: forward, also where it is recomputed; backward; or update, in the optimizer.
+        dtype: Of its first floating-point argument: fp32, bf16, fp16, fp8, or torch's name.
+        flops: FLOPs of one call, of matrix products, convolutions and attention.
+        bytes: Bytes that one call reads and writes.
+        count: Number of calls.
+    """
+
+    name: str
+    phase: Literal["forward", "backward", "update"]
+    dtype: str
+    flops: int
+    bytes: int
+    count: int
+
+
+@record
 class Problem:
     """A problem of the run, or a limit of the figures.
 
@@ -96,6 +117,7 @@ class DryRun:
         device_memory: Memory of a device in bytes; None if not given.
         setup: Traffic before the first forward.
         step: Traffic of one step: everything from one update to the next.
+        operators: Operators of one step.
         timeline: Memory during one step, at its peaks, in order.
         problems: The problems found.
     """
@@ -112,6 +134,7 @@ class DryRun:
     device_memory: int | None = None
     setup: tuple[Traffic, ...] = ()
     step: tuple[Traffic, ...] = ()
+    operators: tuple[Operator, ...] = ()
     timeline: tuple[Memory, ...] = ()
     problems: tuple[Problem, ...] = ()
 

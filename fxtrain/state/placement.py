@@ -140,7 +140,7 @@ def unit_of(units: Mapping[str, T], tensor: str) -> T:
             return units[name]
     near = closest(tensor, units)
     raise PlanError(
-        f"The placement says nothing of the tensor {tensor!r}.{near} Add a unit for it or for one "
+        f"The placement does not cover tensor {tensor!r}.{near} Add a unit for it or for one "
         f"of its modules, or a unit '' for everything that no other unit contains."
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
-from fxtrain._optional import installed_rows
+from fxtrain._optional import installed_entries
 from fxtrain.errors import PlanError
 from fxtrain.state.deepspeed import DeepSpeed
 from fxtrain.state.placement import Offload
@@ -51,12 +51,12 @@ def installed_strategies() -> "tuple[Strategy, ...]":
     """
     from fxtrain.state.strategy import Strategy  # imports the records that plans contain
 
-    table = installed_rows(
-        taken=BUILT_IN, group=GROUP, kind=Strategy, key=lambda row: row.config, error=PlanError
+    table = installed_entries(
+        taken=BUILT_IN, group=GROUP, kind=Strategy, key=lambda entry: entry.config, error=PlanError
     )
     return tuple(table.values())
 
 
 def installed_configs() -> tuple[type, ...]:
     """The configs of the strategies of installed packages."""
-    return tuple(row.config for row in installed_strategies())
+    return tuple(entry.config for entry in installed_strategies())

@@ -129,7 +129,7 @@ class Strategy:
     """How one backend carries out one kind of plan: functions only, no state.
 
     Every function has the same signature in every backend, and none but `generate` is optional:
-    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(entry, sync=mine)`, and
+    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(entry, sync=quiet)`, and
     pass the entry to `fx.wrap(..., strategy=entry)`: every function is called as it has it.
 
     Contract: after `backward` inside `sync(model, True)`, gradients are the mean, over the ranks of

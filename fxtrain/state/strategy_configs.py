@@ -305,8 +305,8 @@ def token_ranges(
     if length % parts:
         return None
     size = length // parts
-    mine = (rank, parts - 1 - rank) if balance else (rank,)
-    return tuple((part * size, size) for part in mine)
+    chunks = (rank, parts - 1 - rank) if balance else (rank,)
+    return tuple((part * size, size) for part in chunks)
 
 
 @record

@@ -93,7 +93,7 @@ def read_number(
 
 
 def with_node_numbers(topology: Topology) -> Topology:
-    """Number the nodes, if a launcher only tells the ranks on this one.
+    """Number the nodes, if a launcher only gives the ranks on this one.
 
     Exact if ranks fill one node after the other and all nodes have equally many.
     """

@@ -90,7 +90,7 @@ class AccumulationWindow:
         updates: Updates of the model, from the beginning of its training.
         closes: Whether the micro-batch that runs now ends the window.
         provisional: Whether that one's loss was scaled by an estimate, as `WeightedLoss` says.
-        epoch: The epoch in which the window opened; None once a warning has told of it.
+        epoch: The epoch in which the window opened; None once the user has been warned.
     """
 
     sums: torch.Tensor

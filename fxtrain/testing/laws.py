@@ -174,10 +174,10 @@ def whole_weights_change_nothing(
 def every_function_is_used(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """A row with a function of its own uses it, in the step and wherever else it is needed.
+    """An entry with a function of its own uses it, in the step and wherever else it is needed.
 
-    Except those that the row itself declares as `fused`, and `generate`, which the small
-    transformer has not; `clip_value` only where terms have it, `average` only where the row takes
+    Except those that the entry itself declares as `fused`, and `generate`, which the small
+    transformer has not; `clip_value` only where terms have it, `average` only where the entry takes
     `Plan.local`.
     """
     entries = 0.004 if terms.clip_value else None
@@ -303,26 +303,26 @@ def _same(run: Run, wanted: Run, terms: Terms, where: str) -> None:
 
 
 def unused_functions(ctx: Any, task: Task, folder: str) -> list[str]:
-    """The functions of the row of a task's plan that nothing calls in the life of a model."""
+    """The functions of the entry of a task's plan that nothing calls in the life of a model."""
     with on_mesh(ctx, task.mesh) as placed:
         calls: set[str] = set()
-        row = strategies()[type(task.plan.strategy)]
+        entry = strategies()[type(task.plan.strategy)]
         functions = {
             name: functools.partial(_noted, calls, name, function)
             for name in attrs.fields_dict(Strategy)
-            if callable(function := getattr(row, name))
+            if callable(function := getattr(entry, name))
             and not isinstance(function, type)
-            and name not in dict(row.fused)
+            and name not in dict(entry.fused)
         }
-        mine = attrs.evolve(row, **functions)
-        trained(placed, ctx.rank, task, save_to=folder, strategy=mine)
-        _use_saved(placed, task, folder, mine)
+        counting = attrs.evolve(entry, **functions)
+        trained(placed, ctx.rank, task, save_to=folder, strategy=counting)
+        _use_saved(placed, task, folder, counting)
         wanted = functions.keys() - {"generate"}  # the small transformer generates no text
         plan: Plan = attrs.evolve(task.plan, local=task.plan.local or LocalSGD(every=1))
-        if placed.world_size == 1 or problems_of(row, placed, plan, new_model(task)):
+        if placed.world_size == 1 or problems_of(entry, placed, plan, new_model(task)):
             wanted -= {"average"}  # of replicas that train independently
         else:
-            trained(placed, ctx.rank, attrs.evolve(task, plan=plan), strategy=mine)
+            trained(placed, ctx.rank, attrs.evolve(task, plan=plan), strategy=counting)
         wanted -= set() if task.plan.verify_replicas and placed.world_size > 1 else {"verify"}
         wanted -= {"clip_value"} if task.plan.clip_value is None else set()
         return sorted(wanted - calls)
@@ -335,9 +335,9 @@ def _noted(
     return function(*args, **kwargs)
 
 
-def _use_saved(placed: DistContext, task: Task, folder: str, row: Strategy) -> None:
+def _use_saved(placed: DistContext, task: Task, folder: str, entry: Strategy) -> None:
     """Use a saved model without training it."""
-    model = wrap(new_model(task), placed, task.plan, strategy=row)
+    model = wrap(new_model(task), placed, task.plan, strategy=entry)
     restore(folder, placed, model)
     for _ in weights(model):
         pass

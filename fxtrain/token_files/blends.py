@@ -111,11 +111,11 @@ class BlendOrder(StatefulOrder):
     def _numbers(self, source: int, read: int, seed: int, epoch: int) -> Iterator[int]:
         """Numbers of the rows of a source in their order, after those that were read."""
         name, rows, start = self._names[source], self.rows[source], sum(self.rows[:source])
-        laps, row = divmod(read, rows)
-        for lap in itertools.count(laps if self.endless else laps + epoch):
+        cycles, row = divmod(read, rows)
+        for cycle in itertools.count(cycles if self.endless else cycles + epoch):
             find = None
             if self.shuffled:
-                find = permutation_in_blocks(rows, self._block, seed, lap, name)
+                find = permutation_in_blocks(rows, self._block, seed, cycle, name)
             for low in range(row, rows, _BLOCK):
                 places = torch.arange(low, min(low + _BLOCK, rows), device="cpu")
                 yield from ((find(places) if find else places) + start).tolist()

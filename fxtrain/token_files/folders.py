@@ -66,7 +66,7 @@ class Joined:
         """Nothing: each part is checked where it is read."""
 
     def gather(self, begins: Any, sizes: Any) -> Any:
-        """The tokens of several stretches, one after the other."""
+        """The tokens of several ranges, one after the other."""
         numpy = load_numpy()
         pieces = [numpy.zeros(0, self.dtype)]
         for number, begin, size in self._inside(begins, sizes):
@@ -74,20 +74,20 @@ class Joined:
         return numpy.concatenate(pieces, dtype=self.dtype, casting="unsafe")
 
     def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
-        """Where documents start in stretches of tokens; see `Opened.starts`."""
+        """Where documents start in ranges of tokens; see `MappedTokens.starts`."""
         numpy = load_numpy()
-        stretches, places = [begins[:0]], [begins[:0]]
-        for stretch, begin in enumerate(begins.tolist()):
+        indices, places = [begins[:0]], [begins[:0]]
+        for index, begin in enumerate(begins.tolist()):
             size = min(length, self.size - begin)
             for number, first, count in self._inside([begin], [size]):
                 shift = int(self.bounds[number]) + first - begin
                 _, starts = self.part(number).starts(numpy.array([first]), count)
-                stretches.append(numpy.full(len(starts), stretch))
+                indices.append(numpy.full(len(starts), index))
                 places.append(starts + shift)
-        return numpy.concatenate(stretches), numpy.concatenate(places)
+        return numpy.concatenate(indices), numpy.concatenate(places)
 
     def _inside(self, begins: Any, sizes: Any) -> Any:
-        """(part, first token there, tokens) of stretches, cut where parts end."""
+        """(part, first token there, tokens) of ranges, split where parts end."""
         numpy = load_numpy()
         for begin, size in zip(map(int, begins), map(int, sizes), strict=True):
             number = int(numpy.searchsorted(self.bounds, begin, side="right")) - 1

@@ -25,7 +25,7 @@ _FAN = 16  # parts into which a step of a search divides what is left
 _ENDS, _LEAST = 1 << 20, 1 << 12  # bytes of each end of all files, and at least of one, in a digest
 _PROBES = 64  # sequences that a start compares with their successors
 
-# A file, and what tells it from another one at its path: inode, bytes, time of change.
+# A file, and what distinguishes it from another one at its path: inode, bytes, time of change.
 FileState = tuple[str, int, int, int]
 
 
@@ -68,7 +68,7 @@ class MappedTokens:
             each.check()
 
     def gather(self, begins: Any, sizes: Any) -> Any:
-        """The tokens of several stretches, one after the other.
+        """The tokens of several ranges, one after the other.
 
         Raises:
             DataError: the index names tokens that do not exist, or a file has shrunk.
@@ -87,14 +87,14 @@ class MappedTokens:
         return data[at[:, None] + numpy.arange(dtype.itemsize)].view(dtype)[:, 0]
 
     def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
-        """Where documents start in stretches of tokens.
+        """Where documents start in ranges of tokens.
 
         Args:
-            begins: int64, the first token of each stretch.
-            length: Tokens of a stretch.
+            begins: int64, the first token of each range.
+            length: Tokens of a range.
 
         Returns:
-            For each document that starts in one: the number of the stretch, and the place there.
+            For each document that starts in one: the number of the range, and the place there.
 
         Raises:
             DataError: documents are not in order, or refer to sequences that do not exist.
@@ -106,28 +106,28 @@ class MappedTokens:
             return self._starts_after_ends(begins, stops)
         low, high = self._search(numpy.stack([begins, stops]))
         counts = (high - low).clip(0)
-        stretch = numpy.repeat(numpy.arange(len(begins)), counts)
-        inside = numpy.arange(len(stretch)) - numpy.repeat(counts.cumsum() - counts, counts)
-        places = self._first_tokens(low[stretch] + inside) - begins[stretch]
-        disorder = (places[1:] < places[:-1]) & (stretch[1:] == stretch[:-1])
+        index = numpy.repeat(numpy.arange(len(begins)), counts)
+        inside = numpy.arange(len(index)) - numpy.repeat(counts.cumsum() - counts, counts)
+        places = self._first_tokens(low[index] + inside) - begins[index]
+        disorder = (places[1:] < places[:-1]) & (index[1:] == index[:-1])
         if (high < low).any() or (places < 0).any() or (places >= length).any() or disorder.any():
             raise damaged(self.path, "has documents that are not in order")
-        return stretch, places
+        return index, places
 
     def _starts_after_ends(self, begins: Any, stops: Any) -> tuple[Any, Any]:
         numpy = load_numpy()
         if self.end is None:
             first = (begins == 0).nonzero()[0]
             return first, 0 * first
-        stretches, places = [begins[:0]], [begins[:0]]
+        indices, places = [begins[:0]], [begins[:0]]
         for number, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
             before = max(0, begin - 1)
             starts = (self.tokens[before : stop - 1] == self.end).nonzero()[0] + before + 1
             if begin == 0:
                 starts = numpy.concatenate([[0], starts])
-            stretches.append(numpy.full(len(starts), number))
+            indices.append(numpy.full(len(starts), number))
             places.append(starts - begin)
-        return numpy.concatenate(stretches), numpy.concatenate(places)
+        return numpy.concatenate(indices), numpy.concatenate(places)
 
     def _search(self, targets: Any) -> Any:
         """How many documents start before each token; all of them searched together."""

@@ -21,7 +21,7 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._optional import installed_rows
+from fxtrain._optional import installed_entries
 from fxtrain._reading import StrPath
 from fxtrain._record import record, shown
 from fxtrain._version import __version__
@@ -65,7 +65,7 @@ _HOW = "resume=run.state() from the checkpoint, and position=restored.position"
 TRACKERS = (
     JSON_LINES, TERMINAL, TENSORBOARD, WANDB, TRACKIO, COMET, AIM, MLFLOW, CLEARML, DVCLIVE, SWANLAB
 )  # fmt: skip
-_OWN: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
+_OWN: dict[type, Tracker] = {entry.config: entry for entry in TRACKERS if entry.config is not None}
 
 
 def _is_id(_: Any, __: Any, value: str) -> None:
@@ -238,9 +238,9 @@ def open_run(
         if trackers and not ctx.comm.simulated and (ctx.is_main or ranks == "all"):
             writer = Writer(patience_s)
             undo.callback(writer.close, failed=True)
-            mine = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
+            local_start = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
             try:
-                ids = _open_all(writer, trackers, mine, known.get(ctx.rank, {}), ctx)
+                ids = _open_all(writer, trackers, local_start, known.get(ctx.rank, {}), ctx)
             except FxError as error:
                 problem = error
         of_ranks = gather_or_raise(ids, problem, ctx)
@@ -352,11 +352,11 @@ def _open_all(
         kind = str(getattr(config, "kind", tracker.name))
         counts[kind] += 1
         key = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
-        mine = attrs.evolve(start, identity=ids.get(key, ""))
+        local_start = attrs.evolve(start, identity=ids.get(key, ""))
         try:
             start.folder.mkdir(parents=True, exist_ok=True)
             with ops.fork_rng(ctx):
-                native = tracker.open(config, mine)
+                native = tracker.open(config, local_start)
                 ids[key] = str(tracker.identity(native))
         except FxError:
             raise
@@ -367,7 +367,7 @@ def _open_all(
                 f"continues without it, and the other trackers are not affected.",
             )
             continue
-        writer.add(OpenedTracker(tracker=tracker, native=native, start=mine), params)
+        writer.add(OpenedTracker(tracker=tracker, native=native, start=local_start), params)
     return ids
 
 
@@ -413,10 +413,10 @@ def trackers() -> dict[type, Tracker]:
     """
     group = "fxtrain.trackers"
     of_config = attrgetter("config")
-    added = installed_rows(taken=_OWN, group=group, kind=Tracker, key=of_config, error=PlanError)
-    for row in (row for row in added.values() if row.config is None):
+    added = installed_entries(taken=_OWN, group=group, kind=Tracker, key=of_config, error=PlanError)
+    for entry in (entry for entry in added.values() if entry.config is None):
         raise PlanError(
-            f"The tracker {row.name} of an installed package has no config, by which "
+            f"The tracker {entry.name} of an installed package has no config, by which "
             f"fx.track finds it. Set Tracker(config=...) in its package."
         )
     return _OWN | added
@@ -426,17 +426,19 @@ def targets(to: Any) -> Iterator[tuple[Tracker, Any]]:
     """Trackers with their configs, from what `fx.track` takes."""
     for target in (to,) if isinstance(to, str) or not isinstance(to, Iterable) else to:
         if target == "all":
-            yield from ((row, row.config()) for row in TRACKERS if row.config and _is_there(row))
+            yield from (
+                (entry, entry.config()) for entry in TRACKERS if entry.config and _is_there(entry)
+            )
         elif isinstance(target, Tracker):
             yield target, None
         else:
             yield _found(target)
 
 
-def _is_there(row: Tracker) -> bool:
-    spec = find_spec(row.package) if row.package else None
+def _is_there(entry: Tracker) -> bool:
+    spec = find_spec(entry.package) if entry.package else None
     # A folder without modules, such as the one that wandb writes, has no origin.
-    return not row.package or (spec is not None and spec.origin is not None)
+    return not entry.package or (spec is not None and spec.origin is not None)
 
 
 def _found(target: Any) -> tuple[Tracker, Any]:

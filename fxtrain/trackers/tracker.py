@@ -105,7 +105,7 @@ class Tracker:
 
     `open` is called in the caller's thread; all others by one background thread, in the order of
     the calls. What they raise is reported once, and training continues. Change a function with
-    `attrs.evolve(tracker, write=mine)`.
+    `attrs.evolve(tracker, write=my_write)`.
 
     Attributes:
         name: Shown in messages.

@@ -79,13 +79,13 @@ class Writer:
         self._calling: OpenedTracker | None = None
         self._lock = threading.Lock()
         self._awaited = threading.Event()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._start_thread()
 
     def warn(self, key: str, text: str) -> None:
         """Warn, unless a warning with this key was logged before."""
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             _LOG.warning("%s", text)
 
     def add(self, opened: OpenedTracker, params: Entry) -> None:

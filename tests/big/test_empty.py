@@ -8,6 +8,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain import big
+from tests._errors import raises_code
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -142,5 +143,5 @@ def test_a_failing_builder_leaves_nothing_behind():
     assert torch.get_default_dtype() == torch.float32
     assert not nn.Linear(1, 1).weight.is_meta
     torch.set_rng_state(before)
-    with pytest.raises(fx.PlanError, match="'real' or 'meta'"):
+    with raises_code("FX200", "'real'", "'meta'"):
         big.empty(Odd, buffers="fake")

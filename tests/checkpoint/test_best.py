@@ -2,12 +2,12 @@
 
 import tempfile
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
+from tests._errors import raises_code
 
 METRICS = st.lists(st.none() | st.integers(-3, 3).map(float), min_size=1, max_size=6)
 
@@ -41,7 +41,7 @@ def test_a_truncated_one_is_skipped(tmp_path):
 
 
 def test_another_word_is_an_error(tmp_path):
-    with pytest.raises(fx.CheckpointError, match=r"best\(mode='maximum'\): choose 'min' or 'max'"):
+    with raises_code("FX600", "best(mode='maximum')", "'min'", "'max'"):
         fx.checkpoint.best(tmp_path, "maximum")
 
 

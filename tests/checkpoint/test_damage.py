@@ -9,6 +9,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.checkpoint.manifest import MANIFEST
+from tests._errors import raises_code
 from tests.checkpoint import _runs
 
 FIRST, SECOND = "update-0000000001", "update-0000000002"
@@ -128,7 +129,7 @@ def test_a_file_of_another_checkpoint_is_found_and_named(pair, copy, tmp_path):
 def test_an_extra_file_is_named_by_verify_and_ignored_by_restore(pair, copy):
     shutil.copy(copy / FILES[0], copy / "rank-00002.safetensors")
     assert pair.run(_restore, str(copy)) == [None, None]
-    with pytest.raises(fx.CheckpointError, match=r"rank-00002\.safetensors does not belong"):
+    with raises_code("FX602", "rank-00002.safetensors"):
         fx.checkpoint.verify(copy)
 
 

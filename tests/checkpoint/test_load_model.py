@@ -6,6 +6,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.models import export, load_model
+from tests._errors import raises_code
 from tests.checkpoint._exports import (
     Holder,
     Tied,
@@ -38,7 +39,7 @@ def test_names_shapes_and_dtypes_that_do_not_fit_are_listed(tmp_path):
         "    0.bias is torch.float64 in the source, torch.float32 in the model",
     ]
     assert_same(net.state_dict(), before)  # nothing was touched
-    with pytest.raises(fx.CheckpointError, match="different shape"):
+    with raises_code("FX603"):
         load_model(tmp_path, net, strict=False, cast=True)
     fixed = {**state, "0.weight": before["0.weight"]}
     found = load_model(fixed, net, strict=False, cast=True)
@@ -48,7 +49,7 @@ def test_names_shapes_and_dtypes_that_do_not_fit_are_listed(tmp_path):
 
 def test_no_conversion_drops_imaginary_parts():
     net = nn.Linear(2, 1, bias=False)
-    with pytest.raises(fx.CheckpointError, match=r"1 complex in the source, and real in the mod"):
+    with raises_code("FX603", "1 complex"):
         load_model({"weight": torch.full((1, 2), 1j)}, net, cast=True)
     net.weight = nn.Parameter(torch.zeros(1, 2, dtype=torch.complex64))
     load_model({"weight": torch.ones(1, 2)}, net, cast=True)
@@ -56,18 +57,18 @@ def test_no_conversion_drops_imaginary_parts():
 
 
 def test_a_device_that_torch_does_not_know():
-    with pytest.raises(fx.PlanError, match=r"load_model\(device='gpu'\).*Choose 'cpu', 'cuda'"):
+    with raises_code("FX200", "load_model(device='gpu')", "'cpu'", "'cuda'"):
         load_model({}, nn.Identity(), device="gpu")
 
 
 def test_long_lists_are_cut():
-    with pytest.raises(fx.CheckpointError, match=r"30 missing(.*\n){11}    and 20 more"):
+    with raises_code("FX603", "30 missing", "20 more"):
         load_model({}, Holder({f"w{i}": torch.ones(1) for i in range(30)}))
 
 
 def test_a_prefix_is_suggested_and_used():
     state = {f"model.{name}": tensor for name, tensor in some_state().items()}
-    with pytest.raises(fx.CheckpointError, match=r"pass prefix='model\.'"):
+    with raises_code("FX603", "prefix='model.'"):
         load_model(state, Holder(some_state(9)))
     holder = Holder(some_state(9))
     load_model(state | {"other.x": torch.ones(1)}, holder, prefix="model.")
@@ -81,7 +82,7 @@ def test_rename_maps_names_and_leaves_out():
     holder = Holder({"a": torch.zeros(4, 4)})
     load_model(some_state(), holder, rename=lambda name: {"w1": "a"}.get(name))
     assert torch.equal(holder.a, some_state()["w1"])
-    with pytest.raises(fx.CheckpointError, match="both 'w0' and 'w1' of the state dict"):
+    with raises_code("FX600", "'w0'", "'w1'"):
         load_model(some_state(), holder, rename=lambda _: "a")
 
 
@@ -127,7 +128,7 @@ def test_a_buffer_that_is_never_stored_needs_values_of_its_own():
     net = nn.Linear(2, 2, device="meta")
     net.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
     values = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    with pytest.raises(fx.CheckpointError, match=r"never stored.*:\n    table"):
+    with raises_code("FX603"):
         load_model(values, net)
     net.table = torch.ones(2)
     load_model(values, net)
@@ -192,10 +193,10 @@ def test_pickles_are_read_as_far_as_weights_only_allows(tmp_path):
     assert_same(loaded(tmp_path, state), state)
     assert_same(loaded(tmp_path / "pytorch_model.bin", state), state)
     torch.save({"state_dict": state, "epoch": 2}, tmp_path / "run.pt")
-    with pytest.raises(fx.CheckpointError, match="under 'state_dict', 'epoch'"):
+    with raises_code("FX600", "'state_dict'", "'epoch'"):
         load_model(tmp_path / "run.pt", Holder(state))
     torch.save(Holder(state), tmp_path / "whole.pt")
-    with pytest.raises(fx.CheckpointError, match=r"weights_only=True, mmap=True.* rejects"):
+    with raises_code("FX600", "weights_only=True", "mmap=True"):
         load_model(tmp_path / "whole.pt", Holder(state))
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(fx.CheckpointError, match="rejects"):
@@ -213,7 +214,7 @@ def test_tensors_of_another_shape_are_skipped_where_asked_for(tmp_path):
     fx.export(pretrained, tmp_path)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     head = net[1].weight.detach().clone()
-    with pytest.raises(fx.CheckpointError, match="skip_shapes=True skips"):
+    with raises_code("FX603", "skip_shapes=True"):
         fx.load_model(tmp_path, net)
     loaded = fx.load_model(tmp_path, net, skip_shapes=True)
     assert loaded.other_shapes == ("1.bias", "1.weight")

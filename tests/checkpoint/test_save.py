@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
+from tests._errors import raises_code
 from tests.checkpoint import _runs
 
 
@@ -254,5 +255,5 @@ def test_an_expanded_buffer(tmp_path):
             assert torch.equal(model.module.rows, Expanded(1).rows)
         model.module.rows[1, 2] = 9
         fx.save(tmp_path, ctx, model)
-        with pytest.raises(fx.CheckpointError, match=r"module\.rows is expanded"):
+        with raises_code("FX603", "module.rows"):
             fx.restore(tmp_path, ctx, fx.wrap(Expanded(1), ctx))

@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests._errors import raises_code
 from tests._slow import slow_after
 
 STOP, END = 3, 7
@@ -185,9 +186,9 @@ class _Uncounted(lr_scheduler.LambdaLR):
 def test_what_cannot_be_chosen_is_refused(ctx, tmp_path):
     fns, _ = _made(ctx, 0.1, lambda o: _Uncounted(o, lambda n: 1.0))
     fx.save(tmp_path, ctx, fns.model)
-    with pytest.raises(fx.CheckpointError, match=r"_Uncounted 0 does not count its steps"):
+    with raises_code("FX600", "_Uncounted"):
         fx.restore(tmp_path, ctx, fns.model, settings="script")
-    with pytest.raises(fx.CheckpointError, match=r"settings='mine'\): choose 'checkpoint' or"):
+    with raises_code("FX600", "settings='mine'", "'checkpoint'"):
         fx.restore(tmp_path, ctx, fns.model, settings="mine")
-    with pytest.raises(fx.PlanError, match=r"fit\(restore_settings='mine'\)"):
+    with raises_code("FX200", "fit(restore_settings='mine')"):
         fx.fit(ctx, fns, _made(ctx, 0.1, None)[1], tmp_path, updates=1, restore_settings="mine")

@@ -13,6 +13,7 @@ import fxtrain as fx
 from fxtrain.checkpoint import before
 from fxtrain.checkpoint.manifest import MANIFEST, digest_of
 from fxtrain.cli import main
+from tests._errors import raises_code
 
 DATA = "rank-00000.safetensors"
 
@@ -103,7 +104,7 @@ def test_a_disk_that_fails_under_the_reader_is_an_error(ctx, what, tmp_path, mon
     folder, path = str(tmp_path / "run"), str(tmp_path / "run" / "update-0000000002")
     _save(ctx, folder, 2)
     _fail_to_read(monkeypatch, errno.EIO)
-    with pytest.raises(fx.CheckpointError, match="Input/output error") as caught:
+    with raises_code("FX607", "Input/output") as caught:
         READERS[what](ctx, folder, path, str(tmp_path / "out"))
     assert "damaged" not in str(caught.value)
 
@@ -134,7 +135,7 @@ def test_a_path_that_is_none(ctx, path, what, tmp_path):
 def test_a_file_in_place_of_a_checkpoint_is_named(ctx, tmp_path):
     path = tmp_path / "model.pt"
     torch.save({}, path)
-    with pytest.raises(fx.CheckpointError, match="Not a directory"):
+    with raises_code("FX601"):
         fx.restore(path, ctx, fx.wrap(torch.nn.Linear(1, 1), ctx))
 
 
@@ -162,7 +163,7 @@ def test_a_newer_format_stops_and_nothing_older_is_taken(ctx, what, change, tmp_
     folder, path = str(tmp_path / "run"), str(tmp_path / "run" / "update-0000000002")
     _save(ctx, folder, 1, 2)
     _rewrite(path, NEWER[change])
-    with pytest.raises(fx.CheckpointError, match="written by a newer fxtrain") as caught:
+    with raises_code("FX604") as caught:
         READERS[what](ctx, folder, path, str(tmp_path / "out"))
     said = str(caught.value)
     assert path in said and "this version reads 1" in said and "Update fxtrain" in said
@@ -216,9 +217,9 @@ def test_a_store_that_fails_is_not_an_empty_one(ctx, method, error, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(system, method, fail)
         for read in (fx.latest, fx.checkpoint.verify, lambda url: _restore(ctx, url)):
-            with pytest.raises(fx.CheckpointError, match="cannot be read"):
+            with raises_code("FX607"):
                 read(url)
-        with pytest.raises(fx.CheckpointError, match="cannot be read"):
+        with raises_code("FX607"):
             _save(ctx, url, 3, keep_last=1)
     assert fx.checkpoint.verify(url).path == f"{url}/update-0000000002"
     _save(ctx, url, 3, keep_last=1)

@@ -22,6 +22,7 @@ from fxtrain.launchers.config import (
 )
 from fxtrain.state import structure
 from fxtrain.state.parsing import parse_text
+from tests._errors import raises_code
 from tests.cli._files import GOOD
 
 
@@ -126,13 +127,13 @@ def test_depth_is_an_error(form):
 
 @pytest.mark.parametrize("name", ["a.toml", "a.ini", "."])
 def test_a_file_that_cannot_be_read_is_an_error(name, tmp_path):
-    with pytest.raises(fx.PlanError, match=r"launch file|name that ends in"):
+    with raises_code("FX201"):
         read_launch_file(tmp_path / name)
 
 
 def test_a_file_that_is_no_text_is_an_error(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(fx.PlanError, match="utf-8"):
+    with raises_code("FX201"):
         read_launch_file(tmp_path / "a.toml")
 
 

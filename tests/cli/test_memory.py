@@ -26,6 +26,7 @@ from fxtrain.big.memory_estimates import (
 from fxtrain.cli import Exit, main
 from fxtrain.cli.memory_commands import ESTIMATE
 from fxtrain.models.code_models import KvCache
+from tests._errors import raises_code
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -108,7 +109,7 @@ HEADERS = [
 def test_a_damaged_file_is_an_error(content, tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
-    with pytest.raises(fx.CheckpointError, match="safetensors"):
+    with raises_code("FX602"):
         read_weights(str(path))
 
 
@@ -118,7 +119,7 @@ def test_an_index_without_its_file_is_an_error(tmp_path):
     with pytest.raises(fx.CheckpointError, match="gone"):
         read_weights(str(tmp_path))
     index.write_text("{}")
-    with pytest.raises(fx.CheckpointError, match="weight_map"):
+    with raises_code("FX600", "weight_map"):
         read_weights(str(tmp_path))
 
 
@@ -143,7 +144,7 @@ def test_what_is_no_model_is_an_error(source, says, factory, tmp_path, monkeypat
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_a_config_that_is_none_is_an_error(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(fx.PlanError, match=r"config\.json"):
+    with raises_code("FX200", "config.json"):
         read_weights(str(tmp_path))
 
 

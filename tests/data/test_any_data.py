@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import fxtrain as fx
 from fxtrain.errors import DataError
 from fxtrain.state import DistContext
+from tests._errors import raises_code
 from tests._slow import slow_after
 
 
@@ -212,7 +213,7 @@ def test_a_stream_with_a_state_continues_at_once(of, workers):
         if not workers:
             assert dataset.reads == 5
         assert [b.data.tolist() for b in resumed.epochs(2).__next__()] == rest
-        with pytest.raises(DataError, match="the state is of epoch 0, index 6, and the position"):
+        with raises_code("FX401"):
             loader.at(fx.Position(index=4, samples=4), state)
         later = [[b.data.tolist() for b in epoch] for epoch in loader.at(cut, state).epochs(2)]
         assert later[1][0] == [100, 101]

@@ -8,6 +8,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.token_files.records import weight_at
+from tests._errors import raises_code
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt
 
@@ -64,9 +65,7 @@ def test_a_source_that_ends_is_repeated_in_another_order_or_an_error(parts):
     ]
     assert all(sorted(lap) == list(range(1, 9)) for lap in rows)
     assert len({tuple(lap) for lap in rows}) == 3
-    with pytest.raises(
-        fx.errors.DataError, match='source "code" of this blend has no row after its 24'
-    ):
+    with raises_code("FX400", '"code"'):
         list(_load(fx.data.Blend(parts=parts, ends="error")))
     with pytest.raises(fx.errors.DataError, match="an epoch of this loader has no end"):
         _load(fx.data.Blend(parts=parts)).epochs(2)
@@ -89,7 +88,7 @@ def test_a_position_without_cursors_is_an_error(parts):
     loader = _load(fx.data.Blend(parts=parts))
     assert loader.state() is None
     batch = next(iter(loader))
-    with pytest.raises(fx.errors.DataError, match="needs the cursors of its sources"):
+    with raises_code("FX401"):
         next(iter(loader.at(batch.position)))
     for changed, message in (
         (_load(fx.data.Blend(parts=parts), fx.Plan(seed=1)), "in the order of seed 1"),

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fxtrain as fx
 from fxtrain.state import DistContext
+from tests._errors import raises_code
 from tests._slow import slow_after
 
 
@@ -95,7 +96,7 @@ def test_a_global_batch_of_a_batch_sampler_is_shared():
 def test_a_global_batch_that_does_not_divide_is_an_error_on_every_rank():
     for loader in shards(2, fx.Plan(batch="global"), batch_sampler=Fixed([0, 1], [2, 3, 4])):
         batches = iter(loader)
-        with pytest.raises(fx.errors.DataError, match="batch 1 of the batch sampler has 3 rows"):
+        with raises_code("FX400", "3 rows"):
             list(batches)
 
 
@@ -159,7 +160,7 @@ def test_keys_need_not_be_numbers():
 
 def test_a_position_beyond_the_sampler_stems_from_other_data():
     (loader,) = shards(1, batch_sampler=Fixed([0], [1]))
-    with pytest.raises(fx.errors.DataError, match="ends at 2"):
+    with raises_code("FX401"):
         list(loader.at(fx.Position(index=3)))
 
 

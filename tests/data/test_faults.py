@@ -11,8 +11,8 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import fxtrain as fx
-from fxtrain.errors import DataError
 from fxtrain.state import DistContext
+from tests._errors import raises_code
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def _read(dataset, **settings):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_of_fewer_rows_than_it_says(workers):
-    with pytest.raises(DataError, match=r"Claims raised IndexError: .*row 10 of 10") as e:
+    with raises_code("FX400", "IndexError") as e:
         _read(Claims(16), num_workers=workers)
     assert "len(dataset) is 16" in str(e.value) and "__len__" in str(e.value)
     assert isinstance(e.value, IndexError)
@@ -82,7 +82,7 @@ def no_handler(monkeypatch):
 
 
 def test_a_worker_that_is_killed(no_handler):
-    with pytest.raises(DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
+    with raises_code("FX402", "DataLoader", "num_workers=1"):
         _read(Dies(), num_workers=1)
 
 
@@ -91,7 +91,7 @@ def test_a_worker_of_which_torchs_handler_says_that_it_was_killed(monkeypatch):
         raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
 
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_next_data", fail)
-    with pytest.raises(DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
+    with raises_code("FX402", "DataLoader", "num_workers=1"):
         _read(Claims(8), num_workers=1)
 
 
@@ -124,5 +124,5 @@ def _collate(rows):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("dataset, how", [(Stops(), {}), (Numbers(), {"collate_fn": _collate})])
 def test_an_iterator_that_ends_within_the_data_does_not_end_the_epoch(dataset, how, workers):
-    with pytest.raises(DataError, match="raised StopIteration within an epoch"):
+    with raises_code("FX402", "StopIteration"):
         _read(dataset, num_workers=workers, **how)

@@ -18,6 +18,7 @@ from torch.utils.data import (
 import fxtrain as fx
 from fxtrain.data import sources
 from fxtrain.state import DistContext
+from tests._errors import raises_code
 from tests._slow import slow_after
 
 
@@ -201,7 +202,7 @@ def test_every_setting_is_kept(monkeypatch):
 
 def test_batches_out_of_order_are_refused():
     loader = DataLoader(range(8), num_workers=1, in_order=False)
-    with pytest.raises(fx.errors.DataError, match="in_order=True"):
+    with raises_code("FX400", "in_order=True"):
         fx.shard(loader, DistContext())
 
 
@@ -218,7 +219,7 @@ class Named(DataLoader):
 
 
 def test_a_subclass_is_refused_only_where_it_would_be_bypassed():
-    with pytest.raises(fx.errors.DataError, match=r"Doubling overrides DataLoader\.__iter__"):
+    with raises_code("FX400", "DataLoader.__iter__"):
         fx.shard(Doubling(range(3)), DistContext())
     assert read(Named(range(4), batch_size=2)) == [[1, 5]]
 

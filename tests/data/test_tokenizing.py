@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fxtrain as fx
+from tests._errors import raises_code
 from tests.data._texts import (
     WORDS,
     Stopped,
@@ -135,7 +136,7 @@ def test_a_broken_line_is_named(tmp_path, tokenizer, small_parts, line, message,
 
 def test_settings_may_be_corrected_before_a_part_is_complete(tmp_path, tokenizer):
     path = write_lines(tmp_path / "in.jsonl", TEXTS)
-    with pytest.raises(fx.errors.DataError, match='line 1 has no field "txt"'):
+    with raises_code("FX400", '"txt"'):
         fx.data.tokenize(path, tmp_path / "out", tokenizer, field="txt")
     fx.data.tokenize(path, tmp_path / "out", tokenizer)
 
@@ -274,5 +275,5 @@ def test_a_file_is_read_as_it_was_made(tmp_path, tokenizer, wrong):
         (batch,) = fx.tokens(source, ctx, length=16, batch_size=1, documents=True)
         assert batch.data["documents"].max() == 2
         other = fx.data.NanoGPTTokens(path=source.path, **wrong)
-        with pytest.raises(fx.errors.DataError, match=r"was made with .*out\.json"):
+        with raises_code("FX400", "out.json"):
             fx.tokens(other, ctx, length=16, batch_size=1)

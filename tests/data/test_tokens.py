@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import fxtrain as fx
+from tests._errors import raises_code
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt
 
@@ -52,10 +53,7 @@ def test_documents_of_no_sequence_are_errors(tmp_path, bounds):
     source = write_megatron(tmp_path, [[1, 2], [3, 4], [5, 6]])
     path = tmp_path / "a.idx"
     path.write_bytes(path.read_bytes()[:-32] + struct.pack("<4q", *bounds))
-    with pytest.raises(
-        fx.errors.DataError,
-        match=r"a\.idx (has documents that are not in order|starts a document at sequence)",
-    ):
+    with raises_code("FX400", "a.idx"):
         list(fx.tokens(source, world(1)[0], length=6, batch_size=1, documents=True))
 
 
@@ -79,7 +77,7 @@ def test_wrong_arguments_are_errors(tmp_path, wrong):
 @pytest.mark.parametrize("apart", [{"documents": True}, {"packing": fx.data.BestFit()}])
 def test_documents_without_an_end_are_not_kept_apart(tmp_path, apart):
     path = write_nanogpt(tmp_path, [[1, 2], [3]]).path
-    with pytest.raises(fx.errors.DataError, match=r"Pass NanoGPTTokens\(end=\.\.\.\)"):
+    with raises_code("FX400", "NanoGPTTokens(end=...)"):
         fx.tokens(fx.data.NanoGPTTokens(path=path), world(1)[0], length=2, batch_size=1, **apart)
 
 
@@ -113,13 +111,13 @@ def test_a_folder_replaced_while_it_is_read_is_an_error(tmp_path):
     for number in range(40):
         np.save(tmp_path / "new", np.full(2, number + 100, "u2"))
         (tmp_path / "new.npy").rename(tmp_path / f"{number:02d}.npy")
-    with pytest.raises(fx.errors.DataError, match=r"npy has changed since fx\.tokens was called"):
+    with raises_code("FX400", "fx.tokens"):
         list(batches)
     assert (first, _all(source)[0]) == ([[0, 0]], [100, 100])
 
 
 def test_the_end_of_documents_is_a_token_of_the_file():
-    with pytest.raises(fx.PlanError, match="a token of uint16 is at most 65535"):
+    with raises_code("FX200", "uint16", "65535"):
         fx.data.NanoGPTTokens(path="a.bin", end=65536)
     for dtype, end in (("uint16", 65535), ("int32", 2**31 - 1), ("uint32", 2**32 - 1)):
         assert fx.data.NanoGPTTokens(path="a.bin", dtype=dtype, end=end).end == end

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests._errors import raises_code
 
 CTX = fx.DistContext()
 
@@ -62,7 +63,7 @@ def test_the_loader_has_its_batch():
 def test_a_wrong_number_is_named(call):
     with pytest.raises(fx.errors.DataError, match="pass the number of updates of the run"):
         call(_loader())
-    with pytest.raises(fx.errors.DataError, match=r"epochs=1.5.: pass the number of epochs"):
+    with raises_code("FX400", "epochs=1.5"):
         _loader().updates(3, epochs=1.5)
 
 

@@ -29,7 +29,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from fxtrain._secret import SECRET
-from fxtrain.errors import ContextError
 from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native import rendezvous
 from fxtrain.launchers.built_in.native.agent import _Agent
@@ -37,7 +36,7 @@ from fxtrain.launchers.built_in.native.rendezvous import (
     Clock,
     ElasticRendezvous,
     StateBackend,
-    meet,
+    join_all,
     open_handler,
     read_state,
     write_state,
@@ -45,6 +44,7 @@ from fxtrain.launchers.built_in.native.rendezvous import (
 from fxtrain.launchers.orphans import MARK
 from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.state.topology import Topology
+from tests._errors import raises_code
 from tests._patience import patience, wait_for
 from tests._slow import slow_after
 
@@ -87,8 +87,11 @@ def _states(draw):
                 {0: (3, 600), 1: (3, 600), 2: (2, 600)},
                 "was started for . nodes, and node . for [23]",
             ),
-            ({0: (4, 1), 1: (4, 600), 3: (4, 600)}, "node 2 never came within the .* s of node 0"),
-            ({0: (3, 600), 2: (3, 1)}, "node 1 never came within the .* s of node 2"),
+            (
+                {0: (4, 1), 1: (4, 600), 3: (4, 600)},
+                "node 2 never joined within the .* s of node 0",
+            ),
+            ({0: (3, 600), 2: (3, 1)}, "node 1 never joined within the .* s of node 2"),
         ],
     ),
 )
@@ -103,7 +106,7 @@ def test_all_nodes_learn_why_they_did_not_meet_before_the_store_ends(nodes, why)
 
     def join(node, count, wait_s):
         try:
-            meet(stores[node], node, count, wait_s * patience())
+            join_all(stores[node], node, count, wait_s * patience())
         except RendezvousStateError as error:
             said[node] = str(error)
         stores[node] = None  # as where a process ends
@@ -146,7 +149,7 @@ def test_a_port_held_by_a_program_that_never_answers_is_an_error(who):
         port = silent.getsockname()[1]
         if who == "rank":
             topology = Topology(rank=1, world_size=2, main_port=port)
-            with pytest.raises(ContextError, match="accepted the connection, and did not answer"):
+            with raises_code("FX102"):
                 open_store(topology, 0.5)
             return
         launch = LaunchSpec(

@@ -24,7 +24,7 @@ def test_a_rank_killed_for_memory_says_so(before, after, says, tmp_path, monkeyp
     kills = outcome.count_memory_kills()
     counters.write_text(after)
     failure = Failure(rank=1, code=-signal.SIGKILL)
-    result = LaunchResult(ranks=2, failures=(failure,), memory=outcome.tell_memory_kills(kills))
+    result = LaunchResult(ranks=2, failures=(failure,), memory=outcome.describe_memory_kills(kills))
     assert says in describe(result)
 
 

@@ -71,7 +71,7 @@ def test_all_nodes_name_the_same_culprit(distances):
 def test_a_node_waits_for_an_earlier_cause_that_is_still_written():
     early, lost, late = _nodes(3)
     number = early.store.add("ends", 1)
-    assert late.tell(_end(2)).number == number + 1
+    assert late.report(_end(2)).number == number + 1
     written = json.dumps(attrs.asdict(attrs.evolve(_end(0), number=number)))
 
     def write():
@@ -111,7 +111,7 @@ def test_nodes_that_all_succeed_leave_together(capsys):
 
 def test_a_node_that_was_stopped_is_told_and_no_failure(capsys):
     first, second = _nodes(2)
-    second.tell(NodeEnd(text="Node 1 was stopped by SIGTERM.", stopped=True))
+    second.report(NodeEnd(text="Node 1 was stopped by SIGTERM.", stopped=True))
     assert first.wait() == ""
     assert capsys.readouterr().err == "fxtrain launch: Node 1 was stopped by SIGTERM.\n"
 
@@ -194,7 +194,7 @@ def test_ranks_that_ended_well_start_again_if_a_node_in_reserve_replaces_another
         noticed_s=20,
         is_closed=lambda: bool(closed),
     )
-    other.tell(end)
+    other.report(end)
     assert [agent._starts_again(), agent._starts_again()] == [again, again]
     closed.append(True)
     assert not agent._starts_again()
@@ -281,7 +281,7 @@ def test_a_node_that_waited_in_vain_to_join_leaves_the_run_to_the_others(met):
     agent, closed = _agent(), []
     agent._ends = _nodes(1)[0]
     agent.handler = SimpleNamespace(shutdown=lambda: closed.append(True))
-    agent.met = met
+    agent.joined_once = met
     agent._farewell(None, True)
     assert bool(closed) is met
 

@@ -8,6 +8,7 @@ import pytest
 from fxtrain.errors import LaunchError
 from fxtrain.launchers import LaunchSpec, MpiOptions, SlurmOptions, prepare
 from fxtrain.launchers.spec import options_from
+from tests._errors import raises_code
 from tests.launchers._specs import HERE, SAGEMAKER, VALUE, spec_of
 
 
@@ -112,7 +113,7 @@ def test_what_does_not_fit_is_one_sentence(mistake):
 
 
 def test_no_message_shows_a_variable():
-    with pytest.raises(LaunchError, match="expected NAME=VALUE, found 'TOKEN'") as caught:
+    with raises_code("FX700", "NAME=VALUE", "'TOKEN'") as caught:
         spec_of(env=[f"OTHER={VALUE}", "TOKEN"])
     assert VALUE not in str(caught.value) + repr(spec_of(env=[f"OTHER={VALUE}"]))
 

@@ -14,9 +14,9 @@ from fxtrain._addresses import (
     interface_of,
     loopback_route,
 )
-from fxtrain.errors import ContextError
 from fxtrain.launchers import LaunchSpec, Machine
 from fxtrain.launchers.built_in.native.elastic import native
+from tests._errors import raises_code
 
 FAR = Route(address="10.0.0.2", interface="eth3")
 NODE = LaunchSpec(target="t.py", nodes=2, node_rank=1, main_address="10.0.0.1")
@@ -55,7 +55,7 @@ def test_several_networks_behind_a_main_name_of_loopback(monkeypatch):
     own = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "ib0": "10.1.0.2"}
     monkeypatch.setattr(_addresses, "_towards", lambda host, port: "127.0.1.1")
     monkeypatch.setattr(_addresses, "_interfaces", lambda: own)
-    with pytest.raises(ContextError, match=r"10.0.0.2 \(eth0\), 10.1.0.2 \(ib0\).*--local-add"):
+    with raises_code("FX701", "eth0", "ib0"):
         find_route("n0", 29500)
 
 

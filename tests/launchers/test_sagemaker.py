@@ -8,8 +8,8 @@ import types
 import attrs
 import pytest
 
-from fxtrain.errors import LaunchError
 from fxtrain.launchers import prepare
+from tests._errors import raises_code
 from tests.launchers._specs import HERE, SAGEMAKER, spec_of
 
 # What sagemaker 3.27.0 takes, by class or function: fields of its models, and parameters. Without a
@@ -198,7 +198,7 @@ def test_a_job_waits_for_spot_instances(recorded, tmp_path):
     waits = {"max_runtime_in_seconds": 60, "max_wait_time_in_seconds": 90}
     assert dict(recorded.calls)["StoppingCondition"] == waits
     for change in ({"spot": False}, {"max_wait_s": 30}):
-        with pytest.raises(LaunchError, match=r"max_wait_s=\d+, max_run_s=60"):
+        with raises_code("FX700", "max_wait_s=", "max_run_s=60"):
             prepare(spec_of("sagemaker", options=attrs.evolve(options, **change)), HERE)
 
 

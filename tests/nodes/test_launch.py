@@ -108,7 +108,7 @@ def test_node_0_on_a_machine_without_the_main_address_is_told(lab):
     words = ("--node-rank=0", "--nodes=2", "--main-address=n0", SCRIPTS / "meet.py")
     program = lab.nodes[1].start(*LAUNCH, *words)
     assert program.finish(20) == 2
-    told = "The main address n0 is none of this machine: start node 0 on the machine that has it"
+    told = "n0 is not an address of this machine: start node 0 on the machine that has it"
     assert told in program.text
     function = lab.nodes[1].start(SCRIPTS / "function.py", 0, "n0")
     assert function.finish(40) == 1
@@ -121,7 +121,7 @@ def test_two_nodes_with_number_0_are_told(lab):
     words = ("--node-rank=0", "--nodes=2", "--main-address=n0", "--connect-timeout=7")
     programs = [node.start(*LAUNCH, *words, SCRIPTS / "meet.py") for node in lab.nodes[:2]]
     assert [program.finish() for program in programs] == [2, 2]
-    hint = "The main address n0 is none of this machine: start node 0 on the machine that has it"
+    hint = "n0 is not an address of this machine: start node 0 on the machine that has it"
     assert [hint in program.text for program in programs] == [False, True]
     assert "Node 0 of 2 waits for node 1, for up to 7 s." in programs[0].text
 
@@ -136,7 +136,7 @@ def test_nodes_that_never_come_are_named_on_all_that_have(lab, rendezvous):
     ]
     assert [program.finish(40) for program in programs] == [2, 2]
     if rendezvous == "static":
-        why = "not all nodes joined: node 2 never came within the 8 s of node 0."
+        why = "not all nodes joined: node 2 never joined within the 8 s of node 0."
         assert [why in program.text for program in programs] == [True, True]
     else:
         assert "not all nodes joined: 2 of 3 nodes joined within 8 s." in programs[0].text

@@ -22,6 +22,7 @@ from fxtrain.precision.quantizing import (
     quantized_tensors,
     stored_tensors,
 )
+from tests._errors import raises_code
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
 CPU = torch.device("cpu")
@@ -215,7 +216,7 @@ def test_a_damaged_description_of_a_layer_is_refused(name, change, tmp_path):
     told = json.loads(bytes(tensors[key].tolist())) | change
     tensors[key] = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(fx.CheckpointError, match="quantized layer 0 is damaged: ValueError: a "):
+    with raises_code("FX602", "ValueError"):
         fx.load_model(tmp_path, mlp())
 
 
@@ -277,7 +278,7 @@ def test_plain_layers_become_those_of_a_checkpoint(name, tmp_path):
     settings = [library_of(RECORDS[name]).settings(net[0]) for net in (other, model.module)]
     assert settings[0] == settings[1]
     if name != "bnb8":  # of which a file says no more than tensors do
-        with pytest.raises(fx.CheckpointError, match=r"cannot be merged.*such as 0.*saved_weights"):
+        with raises_code("FX600", "saved_weights"):
             fx.checkpoint.merge(tmp_path / "run", tmp_path / "model")
 
 
@@ -286,7 +287,7 @@ def test_plain_layers_become_those_of_a_checkpoint(name, tmp_path):
     [([], {}), ({"quantized": [1]}, {}), ({"quantized": {"0": {"format": 1}}}, {}), ({}, None)],
 )
 def test_a_damaged_description_in_a_checkpoint_is_refused(values, plan):
-    with pytest.raises(fx.CheckpointError, match="it is damaged: its description of quantized"):
+    with raises_code("FX602"):
         saved_layers("it", {}, {"values": values, "plan": plan})
 
 
@@ -296,7 +297,7 @@ def test_a_checkpoint_of_another_format_is_refused(name, tmp_path):
         plans = [fx.Plan(quantize=fx.Bnb4(quant_type=one)) for one in ("nf4", "fp4")]
         saved, other = (fx.wrap(mlp(), ctx, plan) for plan in plans)
         fx.save(tmp_path, ctx, saved, position=fx.Position())
-        with pytest.raises(fx.CheckpointError, match="0 is bitsandbytes nf4 in the checkpoint"):
+        with raises_code("FX603", "nf4"):
             fx.restore(tmp_path, ctx, other)
 
 
@@ -313,7 +314,7 @@ def test_a_checkpoint_may_hold_digests_of_the_base(name, tmp_path):
         fx.restore(tmp_path, ctx, same)
         _same(_values(same.module), _values(model.module))
         before = _values(other.module)
-        with pytest.raises(fx.CheckpointError, match=r"of this model differ.*such as 0.bias"):
+        with raises_code("FX603"):
             fx.restore(tmp_path, ctx, other)
         _same(_values(other.module), before)
 
@@ -321,5 +322,5 @@ def test_a_checkpoint_may_hold_digests_of_the_base(name, tmp_path):
 def test_strategies_that_hold_parts_refuse_digests():
     with fx.detect(env={}, device="cpu") as ctx:
         plan = fx.Plan(strategy=fx.PP(), frozen="digests")
-        with pytest.raises(fx.PlanError, match="PP may hold parts"):
+        with raises_code("FX202"):
             fx.wrap(mlp(), ctx, plan)

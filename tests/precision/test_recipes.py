@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.errors import MissingPackageError, StepError
 from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
+from tests._errors import raises_code
 from tests._slow import slow_after
 from tests.cluster._float8 import RECIPES, batches, kinds, net, plan_of, train, wrapped
 from tests.precision._records import mlp
@@ -114,7 +114,7 @@ def test_a_device_without_the_format_is_named(ctx, recipe):
 
 def test_a_missing_package_names_its_pip_command(ctx, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'fxtrain\[quant\]'") as found:
+    with raises_code("FX800", "'fxtrain[quant]'") as found:
         fx.wrap(mlp(), ctx, plan_of(RECIPES["rowwise"], fx.Single()))
     assert "precision=fx.Precision(compute='fp8'" in str(found.value)
 
@@ -175,7 +175,7 @@ def test_short_forms_and_files():
 @needs_torchao
 def test_rows_that_mx_cannot_scale_are_an_error(ctx):
     model = fx.wrap(mlp(), ctx, plan_of(RECIPES["mxfp8"], fx.Single()))
-    with pytest.raises(StepError, match="one scale per 32 rows, and this input has 7"):
+    with raises_code("FX500", "32 rows"):
         model(torch.randn(7, 64))
     with torch.no_grad():
         assert model(torch.randn(7, 64)).shape == (7, 3)

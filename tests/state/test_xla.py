@@ -17,6 +17,7 @@ from fxtrain.backends.xla.strategy import RecompilationLog
 from fxtrain.data import to_device
 from fxtrain.errors import ContextError, MissingPackageError
 from fxtrain.state.topology import Topology
+from tests._errors import raises_code
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def absent(monkeypatch):
 
 @pytest.mark.parametrize("asked", [{"device": "xla"}, {"env": {"PJRT_DEVICE": "TPU"}}])
 def test_a_missing_package_names_the_command(absent, asked):
-    with pytest.raises(MissingPackageError, match=r"pip install 'fxtrain\[xla\]'"):
+    with raises_code("FX800", "'fxtrain[xla]'"):
         fx.detect(**({"env": {}} | asked))
 
 
@@ -56,7 +57,7 @@ def test_a_plan_for_it_names_the_command_too(absent):
 def test_a_package_for_another_torch_names_both_versions(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.9.0")
-    with pytest.raises(MissingPackageError, match=r"torch==1\.9\.0 torch_xla==1\.9\.0"):
+    with raises_code("FX800", "torch==1.9.0", "torch_xla==1.9.0"):
         xla_runtime.import_xla()
 
 

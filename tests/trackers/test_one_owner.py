@@ -14,6 +14,7 @@ from fxtrain.checkpoint import folder_lock
 from fxtrain.checkpoint.folder_lock import this_process
 from fxtrain.trackers import read_run
 from tests._clock import Clock
+from tests._errors import raises_code
 from tests.launched._run import PYTHON, finish, run_fork, start_fork
 
 
@@ -51,7 +52,7 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(ctx, tmp_path, 
         held.log({"loss": 1.0}, fx.Position(updates=1))
         held.flush()
     before = _files(tmp_path)
-    with pytest.raises(fx.PlanError, match=r"is in use by process"):
+    with raises_code("FX605"):
         SECOND[second](ctx, tmp_path)
     assert _files(tmp_path).keys() == before.keys()
     held.close()

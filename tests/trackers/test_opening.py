@@ -34,12 +34,12 @@ class Mine:
     kind: str = attrs.field(default="mine", init=False)
 
 
-def _install(monkeypatch, row):
+def _install(monkeypatch, entry):
     class Entry:
         name, value = "mine", "somewhere:ROW"
 
         def load(self):
-            return row
+            return entry
 
     monkeypatch.setattr(
         "importlib.metadata.entry_points",
@@ -71,9 +71,9 @@ def test_a_library_has_an_extra_and_a_run_against_its_package(tracker):
 
 def test_a_package_brings_a_tracker_by_entry_point(ctx, tmp_path, monkeypatch):
     kept, mine = own_tracker()
-    row = attrs.evolve(mine, config=Mine)
-    _install(monkeypatch, row)
-    assert trackers()[Mine] is row
+    entry = attrs.evolve(mine, config=Mine)
+    _install(monkeypatch, entry)
+    assert trackers()[Mine] is entry
     with fx.track(tmp_path, ctx, [Mine()]) as run:
         run.log({"a": 1}, 1)
         assert run.native(Mine) is kept
@@ -134,7 +134,7 @@ def test_arguments_of_the_library_reach_it(ctx, tmp_path, monkeypatch, config, n
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("entry", "words"),
     [
         ("text", "found str"),
         (attrs.evolve(own_tracker()[1], config=fx.JsonLines), "second tracker for JsonLines"),
@@ -142,8 +142,8 @@ def test_arguments_of_the_library_reach_it(ctx, tmp_path, monkeypatch, config, n
     ],
     ids=["text", "twice", "without config"],
 )
-def test_a_wrong_entry_point_is_named(monkeypatch, row, words):
-    _install(monkeypatch, row)
+def test_a_wrong_entry_point_is_named(monkeypatch, entry, words):
+    _install(monkeypatch, entry)
     with pytest.raises(fx.PlanError, match=words):
         trackers()
 

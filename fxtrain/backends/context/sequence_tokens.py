@@ -77,9 +77,9 @@ def join_tokens(tree: T, model: Wrapped, *, dim: int = 1) -> T:
 def positions_of(count: int, ctx: DistContext, plan: Plan, *, rank: int | None = None) -> Tensor:
     """The positions of the tokens of a rank of the context axis; by default of this rank."""
     axis, config = ctx.axis("context"), plan.context
-    mine = axis.rank if rank is None else rank
+    index = axis.rank if rank is None else rank
     balance = config is not None and config.balance
-    ranges = token_ranges(count * axis.world_size, axis.world_size, mine, balance=balance)
+    ranges = token_ranges(count * axis.world_size, axis.world_size, index, balance=balance)
     if ranges is None:
         raise StepError(
             f"Each rank has two chunks of equal length of every sequence, but found {count} "

@@ -141,8 +141,8 @@ def distribute_parameter(
     whole = part.get_parameter(name)
     if id(whole) not in distributed:
         # Without a source rank: values are sent before, or after the model has its final form.
-        mine = distribute_tensor(whole.detach(), mesh, [how], src_data_rank=None)
-        distributed[id(whole)] = nn.Parameter(mine, requires_grad=whole.requires_grad)
+        local = distribute_tensor(whole.detach(), mesh, [how], src_data_rank=None)
+        distributed[id(whole)] = nn.Parameter(local, requires_grad=whole.requires_grad)
     part.register_parameter(name, distributed[id(whole)])
 
 

@@ -46,8 +46,8 @@ class StableBucketsDDP(DistributedDataParallel):
     ready. The place of a gradient in its bucket decides the order in which the ranks' values are
     added, and so its last bit: a resumed run, whose first backward would still use the old
     buckets, would differ. Here the first backward that reduces already uses the order of the
-    gradients, which its graph tells. A graph that lacks a parameter, such as one with reentrant
-    checkpoints, leaves the order last registered first.
+    gradients, which is known from its graph. A graph that lacks a parameter, such as one with
+    reentrant checkpoints, leaves the order last registered first.
 
     torch decides in forward whether the backward that follows reduces gradients. Outside of
     `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there the
@@ -113,8 +113,8 @@ class StableBucketsDDP(DistributedDataParallel):
         self.progress.ordered = True
         registered = list(range(len(self._sorted)))[::-1]
         computed = _gradient_order(roots, self._sorted)
-        mine = [registered[place] for place in computed] if computed else registered
-        order = torch.tensor(mine, dtype=torch.int32, device="cpu")
+        ready = [registered[place] for place in computed] if computed else registered
+        order = torch.tensor(ready, dtype=torch.int32, device="cpu")
         if self.data is not None:
             order = broadcast_packed("backward", pack(order), self.data, 0)
         self._order = order.tolist()

@@ -59,13 +59,13 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         **window,
     }
     buffers = {f"module.{plain_name(name)}" for name, _ in model.module.named_buffers()}
-    drifting = buffers & tensors.keys()
-    drifting |= scales.keys()
+    varying = buffers & tensors.keys()
+    varying |= scales.keys()
     return ModelState(
         tensors=tensors,
         own=own,
         values=values,
-        varies_by_rank=frozenset(drifting),
+        varies_by_rank=frozenset(varying),
     )
 
 

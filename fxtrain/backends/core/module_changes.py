@@ -188,9 +188,9 @@ def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
     Effects:
         A broadcast for each piece of `ops.collectives.pieces`, of which one at a time needs memory.
     """
-    mine = [tensor.data for tensor in tensors]
-    for places in pieces(mine):  # the same on all ranks, which have compared their models
-        part = [mine[place] for place in places]
+    values = [tensor.data for tensor in tensors]
+    for places in pieces(values):  # the same on all ranks, which have compared their models
+        part = [values[place] for place in places]
         for tensor, sent in zip(part, ops.broadcast(part, data), strict=True):
             tensor.copy_(sent)
 
@@ -313,10 +313,10 @@ def record_module(module: nn.Module, *, added: bool = False) -> Callable[[], Cha
         added: Only attributes that are new count, and not those that were set to something else.
 
     Returns:
-        A function that finds what has changed since, and returns `undo`, which reverts that and no
-        later changes, and `hide`, which reverts it for a while: it returns a function that restores
-        the module as it was when `hide` was called, including parameters, buffers, modes and
-        attributes that were changed in the meantime.
+        A function that finds what has changed since, and returns (undo, hide). `undo()` reverts
+        these changes, and no later ones, for good. `hide()` reverts them and returns a function
+        that puts them back: the module as it was when `hide` was called, including parameters,
+        buffers, modes and attributes that were changed in the meantime.
     """
     before = [(part, type(part), *_attributes_and_hooks(part)) for part in module.modules()]
 

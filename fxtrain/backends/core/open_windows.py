@@ -98,8 +98,8 @@ def _means(model: Wrapped, losses: DistContext) -> dict[str, Tensor]:
     for name, parameter, part in _parameters(model):
         shards[name] = None if part is None else parameter.grad
         parts[name] = parameter.grad if part is None else _unreduced(part)
-    mine = {name for name, grad in parts.items() if grad is not None}
-    unreduced = set().union(*ops.gather_objects(mine, losses))
+    computed = {name for name, grad in parts.items() if grad is not None}
+    unreduced = set().union(*ops.gather_objects(computed, losses))
     tensors = {
         f"grad.{name}": grad
         for name, grad in shards.items()

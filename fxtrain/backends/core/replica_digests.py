@@ -76,8 +76,8 @@ def verify_replicas(model: Wrapped, *, before_update: bool = False) -> None:
     differing = _differing_parts(ctx, digests)
     if not differing:
         return
-    mine = {part: found for part, found in digests.items() if part in differing}
-    rows = gather_objects((platform.node(), mine), ctx)
+    local = {part: found for part, found in digests.items() if part in differing}
+    rows = gather_objects((platform.node(), local), ctx)
     differences = differences_of([found for _, found in rows])
     hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
     lines, update = describe_differences(differences, hosts), model.window.updates

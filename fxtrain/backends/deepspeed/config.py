@@ -186,7 +186,7 @@ def _merge(
     conflicts: list[str],
     path: str,
     value: Any,
-    told: str,
+    reason: str,
     *,
     write: bool = True,
 ) -> None:
@@ -204,7 +204,7 @@ def _merge(
     elif written is not None and (
         written != value or (type(written) is bool) is not (type(value) is bool)
     ):
-        conflicts.append(f"{path}: {told}, the config has {written!r}")
+        conflicts.append(f"{path}: {reason}, the config has {written!r}")
 
 
 def _merge_plan(config: dict[str, Any], plan: Plan, file: Mapping[str, Any]) -> list[str]:
@@ -223,8 +223,8 @@ def _merge_plan(config: dict[str, Any], plan: Plan, file: Mapping[str, Any]) -> 
     compute = "fp32" if is_enabled(file, "torch_autocast") else precision.compute
     for name in ("bf16", "fp16"):
         used = compute == name
-        told = f"Plan.precision has {precision.compute!r}"
-        merge(f"{name}.enabled", used, told, write=used)
+        reason = f"Plan.precision has {precision.compute!r}"
+        merge(f"{name}.enabled", used, reason, write=used)
     if compute == "fp16" and precision.scale != LossScale():
         for name, value in _scale_entries(precision.scale).items():
             merge(f"fp16.{name}", value, f"Plan.precision.scale has {value}")

@@ -450,8 +450,8 @@ def _shard_at_3(parameter: Any, values: Tensor) -> FlatShard:
     """At stage 3, ranks have parts of one length, of which the last may be padded."""
     rank = import_deepspeed().comm.get_rank(group=parameter.ds_process_group)
     start = min(rank * values.numel(), parameter.ds_numel)
-    mine = values.flatten()[: parameter.ds_numel - start]
-    return FlatShard(shape=tuple(parameter.ds_shape), start=start, values=mine.cpu())
+    local = values.flatten()[: parameter.ds_numel - start]
+    return FlatShard(shape=tuple(parameter.ds_shape), start=start, values=local.cpu())
 
 
 @torch.no_grad()

@@ -157,16 +157,16 @@ def _with_engine(
     library: Any, model: Wrapped, config: dict[str, Any], optimizer: Any, scheduler: Any
 ) -> Wrapped:
     module, ctx, plan = model.module, model.ctx, model.plan
-    given, mine = None, None
+    given, compiled = None, None
     if is_from_config(optimizer):
         prepare_section(config, plan.strategy, ctx)
     else:
         given, several = make_optimizers(optimizer, module, ctx, model.strategy)
         if several:
             first = single_optimizer(several)
-            mine = compiled_on_cpu(first, config, plan.strategy, ctx)
-            given = given if mine is first else mine
-    engine = start(library, module, config, mine, ctx)
+            compiled = compiled_on_cpu(first, config, plan.strategy, ctx)
+            given = given if compiled is first else compiled
+    engine = start(library, module, config, compiled, ctx)
     trained = {p for p in module.parameters() if p.requires_grad}
     flattens = optimizer is not None and config[ZERO]["stage"] > 0
     engine_config = EngineConfig(

@@ -82,7 +82,7 @@ def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
-    """Tell an engine that counts itself where a window ends; the others learn it in `apply`."""
+    """Mark the end of a window for an engine that counts itself; others get it in `apply`."""
     if model.optimizers and _counts_itself(model.engine):
         model.engine.set_gradient_accumulation_boundary(enabled)
     return nullcontext()

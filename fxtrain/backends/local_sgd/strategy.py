@@ -310,10 +310,10 @@ def check_parameters(model: Wrapped, now: Round) -> None:
 
 def _averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:
     """The weight of a replica: 1 if all trained on equally many rows."""
-    mine, every, weighted = rows.tolist()
+    local_rows, every, weighted = rows.tolist()
     if weighted:
-        return weight + mine
-    return mine * copies / every if every else 1.0
+        return weight + local_rows
+    return local_rows * copies / every if every else 1.0
 
 
 def _start(

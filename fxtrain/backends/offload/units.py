@@ -114,7 +114,7 @@ def placed_tensors(module: nn.Module, placement: Placement) -> tuple[PlacedTenso
     """Every parameter and buffer of a module, with its place.
 
     Raises:
-        PlanError: the placement says nothing of a tensor.
+        PlanError: the placement does not cover a tensor.
     """
     units = {unit.name: unit for unit in placement.units}
     groups: dict[Hashable, list[tuple[str, Tensor, Unit]]] = {}

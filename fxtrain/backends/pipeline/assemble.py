@@ -57,8 +57,8 @@ def split_into_stages(
     axis = ctx.axis("pipeline")
     partition = partition_of(module, plan.strategy, axis.world_size)
     start = record_initial_values(module, ctx)
-    mine = {name for name in partition.stages if axis.rank in partition.holders(name)}
-    fill_full(module, start, ctx, keep=mine, seed=plan.seed)
+    local = {name for name in partition.stages if axis.rank in partition.holders(name)}
+    fill_full(module, start, ctx, keep=local, seed=plan.seed)
     names = [name for name, _ in module.named_parameters()]
     sums, opened = open_shared_groups(names, partition, ctx)
     places = tensor_slots(module)
@@ -233,9 +233,9 @@ def _fake_stages(
     if axes is not None:  # stages send full tensors, so layers need not be split
         config = attrs.evolve(axes.plan.strategy, tensor=None)
         axes = attrs.evolve(axes, plan=attrs.evolve(axes.plan, strategy=config))
-    mine = partition.on(ctx.axis("pipeline").rank)
+    local = partition.on(ctx.axis("pipeline").rank)
     twins: dict[int, Stage] = {}
-    for index in set(range(len(partition.ranks))).difference(mine):
+    for index in set(range(len(partition.ranks))).difference(local):
         twins[index] = _split_stage(module, partition, index, ctx, axes)
         _empty(twins[index], {} if axes is None else axes.formats)
         twins[index].prepare(partition, index)

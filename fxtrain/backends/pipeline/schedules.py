@@ -169,8 +169,8 @@ def _common_probe(first: Probe, others: Sequence[Probe]) -> Probe:
 def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
     engine: Pipeline = model.engine
     parts, probes = len(calls), _infer_shapes(model, calls)
-    mine = {number: probes[number] for number in engine.stages}
-    for theirs in ops.gather_objects(mine, engine.axis):
+    local = {number: probes[number] for number in engine.stages}
+    for theirs in ops.gather_objects(local, engine.axis):
         probes.update(theirs)
     if problems := _problems(engine, probes):
         raise PlanError("\n".join(problems))

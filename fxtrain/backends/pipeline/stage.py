@@ -93,8 +93,8 @@ class OtherStageFakes(_FakeTensors):
     """Values of other stages: shapes only, never written into a tensor of this stage.
 
     Args:
-        buffers: This stage's copies of those of other stages, such as running statistics, which
-            those stages update: what is written into the copies here is dropped.
+        buffers: Local copies of buffers owned by other stages, such as running statistics. Writes
+            to them are discarded.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
@@ -218,11 +218,11 @@ class Stage(nn.Module):
             for name, buffer in module.named_buffers()
             if index not in partition.stages[name]
         }
-        self._hollow = OtherStageFakes(others.values())
+        self._fakes = OtherStageFakes(others.values())
         self._visit: _StageForward | None = None
         self.first, self.last = index == 0, index == len(partition.ranks) - 1
         # In a tuple, hidden from parameters(): most of it is fake.
-        self._inside = (_shell(module, partition, index, ctx, self._hollow, formats, others),)
+        self._inside = (_shell(module, partition, index, ctx, self._fakes, formats, others),)
         self.job: Callable[..., Any] | None = None  # while a schedule runs
 
     @property
@@ -233,13 +233,13 @@ class Stage(nn.Module):
     def own(self) -> Iterator[nn.Parameter]:
         """The parameters of this stage, as the copy of the model's structure has them."""
         return (
-            parameter for parameter in self.shell.parameters() if not self._hollow.made(parameter)
+            parameter for parameter in self.shell.parameters() if not self._fakes.made(parameter)
         )
 
     def owns(self, part: nn.Module) -> bool:
         """Whether a module has parameters, all of which belong to this stage."""
         held = list(part.parameters())
-        return bool(held) and not any(map(self._hollow.made, held))
+        return bool(held) and not any(map(self._fakes.made, held))
 
     def show(self) -> None:
         """Let torch see the parameters: zero-bubble schedules iterate over the trained ones."""
@@ -325,7 +325,7 @@ class Stage(nn.Module):
     def _given(self, leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
             return "value"
-        return "other" if self._hollow.made(leaf) else "own"
+        return "other" if self._fakes.made(leaf) else "own"
 
     def _enter(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the stage's first module: take what the previous stage has sent."""
@@ -334,7 +334,7 @@ class Stage(nn.Module):
             return None
         visit.entered = True
         leaves, shape = _tree.flatten((args, kwargs))
-        places = [index for index, leaf in enumerate(leaves) if self._hollow.made(leaf)]
+        places = [index for index, leaf in enumerate(leaves) if self._fakes.made(leaf)]
         if visit.probing:
             fakes = [leaves[index] for index in places]
             visit.needs = tuple(
@@ -365,7 +365,7 @@ class Stage(nn.Module):
 
     def _without_parameters(self, part: nn.Module) -> bool:
         held = list(part.parameters())
-        return bool(held) and all(map(self._hollow.made, held))
+        return bool(held) and all(map(self._fakes.made, held))
 
     def _remembered(
         self, forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any
@@ -377,7 +377,7 @@ class Stage(nn.Module):
             out = forward(*args, **kwargs)
             outputs, form = _tree.flatten(out)
             if not all(
-                self._hollow.made(tensor) for tensor in outputs if isinstance(tensor, Tensor)
+                self._fakes.made(tensor) for tensor in outputs if isinstance(tensor, Tensor)
             ):
                 return out
             if len(known) >= _MAX_REMEMBERED:
@@ -387,7 +387,7 @@ class Stage(nn.Module):
         return _tree.unflatten(form, [_fresh_output(tensor) for tensor in outputs])
 
     def _kind(self, leaf: Any) -> Any:
-        return self._hollow.made(leaf), leaf_kind(leaf)
+        return self._fakes.made(leaf), leaf_kind(leaf)
 
 
 def leaf_kind(leaf: Any) -> Any:

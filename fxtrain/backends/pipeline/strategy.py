@@ -200,10 +200,10 @@ def run(
         block = uncounted(parts, model.ctx) if empty else nullcontext(_nothing)
         with block as after_stage:
             _run_all(model, ready, calls, finish, after_stage)
-        told = broadcast_loss(model, ready, shares, batch, fake)
+        shared = broadcast_loss(model, ready, shares, batch, fake)
         if model.window.closes:  # sums over stages are computed once per window
             reduce_grads(model)
-    return told
+    return shared
 
 
 def _micro_batches_of(model: Wrapped, batch: Batch) -> list[Batch]:

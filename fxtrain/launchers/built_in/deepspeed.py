@@ -108,9 +108,9 @@ def _by_runner(spec: LaunchSpec, machine: Machine) -> Invocation:
         *(f"--{name}" for name, said in flags.items() if said),
         *(spec.target, *spec.args),
     )
-    meeting = {"MASTER_ADDR": spec.main_address, "MASTER_PORT": str(port)}
+    rendezvous = {"MASTER_ADDR": spec.main_address, "MASTER_PORT": str(port)}
     variables = (
-        (meeting if options.runner != "pdsh" else {}) | _on_cpu(spec) | remote_environment(spec)
+        (rendezvous if options.runner != "pdsh" else {}) | _on_cpu(spec) | remote_environment(spec)
     )
     odd = [name for name, value in variables.items() if "\n" in value or '"' in value]
     if odd:

@@ -39,7 +39,7 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
     """
     options = spec.options
     each = attrs.evolve(spec, launcher="native", options=None)
-    told = {
+    settings = {
         "nodes": spec.nodes,
         "cpus": options.cpus_per_rank * spec.ranks,
         "gpus": options.gpus_per_rank * spec.ranks,
@@ -48,14 +48,14 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
         "words": flag_words(each),
     }
     if options.job_server:
-        told["address"] = "auto"
+        settings["address"] = "auto"
         submit = ("ray", "job", "submit", f"--address={options.job_server}", "--working-dir=.")
         before = (*submit, *(() if options.wait else ("--no-wait",)), "--", "python")
     else:
         before = (machine.python,)
     return Invocation(
         argv=(*before, "-m", "fxtrain.launchers.built_in.ray_driver", _FILE),
-        files={_FILE: json.dumps(told, indent=2) + "\n"},
+        files={_FILE: json.dumps(settings, indent=2) + "\n"},
     )
 
 

@@ -24,7 +24,7 @@ from fxtrain.state import DistContext
 
 T = TypeVar("T")
 _LOOK_S = 0.25
-_MORE_S = 5.0  # at the timeout NCCL ends the process, and the comparison tells more
+_MORE_S = 5.0  # at the timeout NCCL ends the process, and the comparison reports more
 
 
 def can_defer(ctx: DistContext) -> bool:

@@ -407,7 +407,7 @@ def _remaining(until: float) -> timedelta:
     return timedelta(seconds=max(until - time.monotonic(), 0.001))
 
 
-def _all_gather(ctx: DistContext, rows: Tensor, mine: Tensor) -> dist.Work:
+def _all_gather(ctx: DistContext, rows: Tensor, local: Tensor) -> dist.Work:
     """Start an all-gather of bytes that torch's profiler does not record.
 
     It may be in flight when a profiler stops. An event of gloo that ends after that is written
@@ -417,11 +417,11 @@ def _all_gather(ctx: DistContext, rows: Tensor, mine: Tensor) -> dist.Work:
     # Methods of the group cost a quarter less than the functions of torch.distributed.
     gather: Callable[..., dist.Work] = ctx.comm.control._allgather_base
     if not _TORCH._autograd._profiler_enabled():
-        return gather(rows.view(-1), mine)
+        return gather(rows.view(-1), local)
     record = _TORCH._autograd._enable_record_function
     record(False)  # noqa: FBT003 - torch takes no keyword
     try:
-        return gather(rows.view(-1), mine)
+        return gather(rows.view(-1), local)
     finally:
         record(True)  # noqa: FBT003
 

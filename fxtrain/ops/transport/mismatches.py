@@ -12,10 +12,10 @@ from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext
 
 _HERE = str(Path(__file__).resolve().parents[2])
-# A lost rank is an error at most two seconds after the timeout, the end of the process included.
-_ANSWER_S = 1.0  # for the store to answer at all
-_ASK_S = 1.75  # for the other ranks to fail too, and to write where they waited
-_LAST_ANSWER_S = 0.15
+# At most two seconds pass between the timeout and the exit of the process.
+_STORE_REPLY_S = 1.0  # for the store to reply at all
+_OTHER_RANKS_S = 1.75  # for the other ranks to fail too, and to write where they waited
+_LAST_REPLY_S = 0.15
 
 
 def check_source_rank(op: str, src: int, ctx: DistContext) -> None:
@@ -56,7 +56,7 @@ def _is_fxtrain_file(filename: str) -> bool:
 
 
 def mismatch_text(call: tuple[str, ...], site: CallSite) -> str:
-    """What a rank tells the others about its call, for `mismatch_error`: the longest part last."""
+    """What a rank sends the others about its call, for `mismatch_error`: the longest part last."""
     return "\n".join([call[0], *site, " ".join(call[1:])])
 
 
@@ -158,7 +158,7 @@ def name_lost_rank(ctx: DistContext, call: tuple[str, ...], error: RuntimeError)
 
 
 def _ask_others(ctx: DistContext, view: str) -> tuple[dict[int, str], dict[int, str], str]:
-    """What the store of the run tells of the ranks of a communicator.
+    """What the store of the run knows of the ranks of a communicator.
 
     Returns:
         By rank the views of those that failed in this communicator or left, and machines, where
@@ -168,18 +168,18 @@ def _ask_others(ctx: DistContext, view: str) -> tuple[dict[int, str], dict[int, 
     store, name = ctx.comm.store, ctx.comm.name
     if store is None:
         return views, hosts, ""
-    deadline = time.monotonic() + min(_ASK_S, ctx.comm.timeout_s / 2)
+    deadline = time.monotonic() + min(_OTHER_RANKS_S, ctx.comm.timeout_s / 2)
     keys = {
         rank: {f"{name}/lost/{rank}": "", f"world/left/{number}": "left"}
         for rank, number in enumerate(ctx.comm.ranks)
     }
 
-    def tell() -> None:
+    def ask() -> None:
         store.set(f"{name}/lost/{ctx.rank}", view)
         hosts.update(_hosts(ctx))
 
-    known = answered(_ANSWER_S, tell)
-    left_s = max(0.0, deadline - time.monotonic()) + _LAST_ANSWER_S
+    known = answered(_STORE_REPLY_S, ask)
+    left_s = max(0.0, deadline - time.monotonic()) + _LAST_REPLY_S
     known = known and answered(left_s, lambda: read_views(store, keys, views, deadline))
     # A thread that still waits may write later.
     return {**views}, {**hosts}, "" if known else _NO_STORE

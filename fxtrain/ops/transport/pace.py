@@ -37,7 +37,7 @@ class Pace:
         waited_s: Time in fxtrain's collectives; only differences mean something.
         micros: Mean of `steps` when it was last complete, in microseconds; 0 before.
         fresh: Whether it has not been compared since.
-        slow: On rank 0, by rank, what was told of the slow ones: a row of a table.
+        slow: On rank 0, by rank, what was reported of the slow ones: a row of a table.
     """
 
     steps: collections.deque[float] = attrs.field(

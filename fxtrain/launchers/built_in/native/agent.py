@@ -33,17 +33,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.built_in.native.elastic import FAREWELL, FAREWELL_S
+from fxtrain.launchers.built_in.native.elastic import LEAVE_S, LEAVE_THREAD
 from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous, open_handler, print_note
 from fxtrain.launchers.orphans import MARK, end_strays
 from fxtrain.launchers.outcome import (
     LaunchResult,
     count_memory_kills,
     describe,
+    describe_memory_kills,
     distance,
     find_failures,
     one_line,
-    tell_memory_kills,
 )
 from fxtrain.launchers.spec import LaunchSpec
 from fxtrain.ops.closing import answered
@@ -52,7 +52,7 @@ from fxtrain.state.parsing import parse_json
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
-_LOOK_S = 0.5  # for another node to tell that it failed first
+_LOOK_S = 0.5  # for another node to report that it failed first
 _CAUSE_S = 2.0  # for a rank to write why it fails, after a peer that lost it has ended
 _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
@@ -72,7 +72,7 @@ class NodeEnd:
         text: What failed or stopped it, with the name of the node; empty if its ranks succeeded.
         distance: That of its first failure, as `outcome.distance` has it.
         stopped: Whether its launcher got a signal to end, which is not a failure of the run.
-        number: How many nodes had told their end when this one did, itself included.
+        number: How many nodes had reported their end when this one did, itself included.
     """
 
     text: str = ""
@@ -83,7 +83,7 @@ class NodeEnd:
 
 @attrs.frozen
 class NodeEnds:
-    """What the nodes of one attempt tell each other; a node alone tells nothing.
+    """What the nodes of one attempt report to each other; a single node reports nothing.
 
     Attributes:
         store: Their store.
@@ -103,45 +103,47 @@ class NodeEnds:
         return f"node {self.node} ({platform.node()})" if self.count > 1 else ""
 
     def begin(self) -> None:
-        """Tell the others the host, and that this launcher lives, to the end of the process."""
+        """Report the host, and until the process ends, that this launcher is alive."""
         if self.count > 1:
             self.store.set(f"host/{self.node}", platform.node())
             self.store.delete_key(f"ended/{self.node}")  # of an attempt before
             _start_heartbeats(self.store, self.node)
 
-    def tell(self, end: NodeEnd) -> NodeEnd:
-        """Tell the others how this node ended; the end with its number."""
+    def report(self, end: NodeEnd) -> NodeEnd:
+        """Report how this node ended; returns the end with its number."""
         end = attrs.evolve(end, text=end.text[:_LONGEST_TEXT], number=self.store.add("ends", 1))
         self.store.set(f"ended/{self.node}", json.dumps(attrs.asdict(end)))
         return end
 
-    def culprit_of(self, mine: NodeEnd) -> str | None:
-        """Tell that ranks of this node failed; what failed before on another node.
+    def culprit_of(self, local_end: NodeEnd) -> str | None:
+        """Report that ranks of this node failed; returns what failed before on another node.
 
         Returns:
-            The other node's text; empty if this node failed first, or if none has told in time.
+            The other node's text; empty if this node failed first, or if none has reported in time.
             None if the store does not answer.
         """
         if self.count == 1:
             return ""
-        return self._asked(2 * _LOOK_S, lambda: self._first(self.tell(mine)))
+        return self._asked(2 * _LOOK_S, lambda: self._first(self.report(local_end)))
 
-    def _first(self, mine: NodeEnd) -> str:
+    def _first(self, local_end: NodeEnd) -> str:
         start = time.monotonic()
         while True:
             others = [end for node in self._others() if (end := self._end_of(node))]
-            known = [end for end in others if end.text and end.distance == 0] + [mine]
-            # Of several that only lost a peer, each tells which one.
+            known = [end for end in others if end.text and end.distance == 0] + [local_end]
+            # Of several that only lost a peer, each reports which one.
             first = min(known, key=lambda end: (end.distance, end.number))
-            # Nodes that told their end before may still be writing it.
-            before = first.number - 1 <= sum(end.number < first.number for end in (*others, mine))
+            # Nodes that ended before may still be writing their report.
+            before = first.number - 1 <= sum(
+                end.number < first.number for end in (*others, local_end)
+            )
             late = time.monotonic() - start > _LOOK_S
             if (before and first.distance == 0) or late or len(others) == self.count - 1:
-                return "" if first is mine else first.text
+                return "" if first is local_end else first.text
             time.sleep(_POLL_INTERVAL_S)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> str | None:
-        """Tell that the ranks of this node succeeded, and wait for those of the others.
+        """Report that the ranks of this node succeeded, and wait for those of the others.
 
         Args:
             until: Ends waiting for nodes that have not ended, such as when another one has come in
@@ -157,7 +159,7 @@ class NodeEnds:
             return ""
         beats = {node: (-1, time.monotonic()) for node in self._others()}
         ends: dict[int, NodeEnd] = {}
-        if not answered(_SILENT_S, lambda: self.tell(NodeEnd())):
+        if not answered(_SILENT_S, lambda: self.report(NodeEnd())):
             return None
         while beats:
             if not answered(_SILENT_S, lambda: self._look(beats, ends)):
@@ -192,15 +194,15 @@ class NodeEnds:
                 del beats[node]
 
     def interrupt(self) -> None:
-        """Tell the others that ranks of this node are ended to start again."""
+        """Report that ranks of this node are ended to start again."""
         self._asked(_LOOK_S, lambda: self.store.set("interrupted", ""))
 
     def interrupted(self) -> bool:
         """Whether another node ends its ranks to start them again."""
         return bool(self._asked(_LOOK_S, lambda: self.store.check(["interrupted"])))
 
-    def told(self) -> str:
-        """What other nodes told of their failures; empty if they told nothing."""
+    def reported(self) -> str:
+        """What other nodes reported of their failures; empty if they reported nothing."""
         ends = self._asked(_LOOK_S, lambda: [*map(self._end_of, self._others())])
         return min((end.text for end in ends or () if end and end.text), default="")
 
@@ -212,12 +214,12 @@ class NodeEnds:
         return answers[0] if answers else None
 
     def leave(self) -> None:
-        """End the use of the store; the node that serves it waits `FAREWELL_S` for the others."""
+        """End the use of the store; the node that serves it waits `LEAVE_S` for the others."""
         if self.count == 1:
             return
         self.store.set(f"left/{self.node}", "")
         start = time.monotonic()
-        while self.serves and time.monotonic() - start < FAREWELL_S:
+        while self.serves and time.monotonic() - start < LEAVE_S:
             if all(self.store.check([f"left/{node}"]) for node in self._others()):
                 return
             time.sleep(_POLL_INTERVAL_S)
@@ -226,19 +228,20 @@ class NodeEnds:
         return [node for node in range(self.count) if node != self.node]
 
     def _end_of(self, node: int) -> NodeEnd | None:
-        """What a node told; None if it has not ended."""
+        """What a node reported; None if it has not ended."""
         if not self.store.check([f"ended/{node}"]):
             return None
         try:
-            told = parse_json(self.store.get(f"ended/{node}"))
+            reported = parse_json(self.store.get(f"ended/{node}"))
             return NodeEnd(
-                text=str(told["text"])[:_LONGEST_TEXT],
-                distance=int(told["distance"]),
-                stopped=bool(told["stopped"]),
-                number=int(told["number"]),
+                text=str(reported["text"])[:_LONGEST_TEXT],
+                distance=int(reported["distance"]),
+                stopped=bool(reported["stopped"]),
+                number=int(reported["number"]),
             )
         except (ValueError, TypeError, KeyError) as error:
-            return NodeEnd(text=f"Node {node} told its end in another format: {error}", distance=1)
+            text = f"Node {node} reported its end in another format: {error}"
+            return NodeEnd(text=text, distance=1)
 
 
 def _start_heartbeats(store: Any, node: int) -> None:
@@ -265,14 +268,14 @@ def run_agent(
     config: Any,
     program: Any,
     arguments: Sequence[Any],
-    door: socket.socket | None,
+    listener: socket.socket | None,
     deadline: float | None,
     replace_spares: Callable[[], None],
 ) -> LaunchResult:
     """Start the ranks of this node and wait until they and those of other nodes have ended.
 
-    `config` is torch's `LaunchConfig`. A node with a `door` serves the store, and leaves last. At
-    the deadline, on the monotonic clock, the ranks are ended.
+    `config` is torch's `LaunchConfig`. A node with a `listener` serves the store, and leaves last.
+    At the deadline, on the monotonic clock, the ranks are ended.
 
     Raises:
         LaunchError: not all nodes have joined, or the machine that serves the rendezvous was lost.
@@ -280,7 +283,7 @@ def run_agent(
     """
     start, agent = time.monotonic(), None
     try:
-        handler = open_handler(launch, config, door)
+        handler = open_handler(launch, config, listener)
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.nproc_per_node,
@@ -301,7 +304,7 @@ def run_agent(
             log_line_prefix_template=config.log_line_prefix_template,
             **({} if shutdown_s is None else {"shutdown_timeout": shutdown_s}),
         )
-        agent.launch, agent.handler, agent.serves = launch, handler, door is not None
+        agent.launch, agent.handler, agent.serves = launch, handler, listener is not None
         agent.deadline, agent.replace_spares = deadline, replace_spares
         agent.kills = count_memory_kills()
         return agent.run_and_leave()
@@ -311,17 +314,17 @@ def run_agent(
         lost = isinstance(error, RendezvousConnectionError | DistNetworkError)
         place, why = config.rdzv_endpoint, first_line(error)
         again = "Start the run again on every node; it continues with the last checkpoint."
-        met = agent is not None and agent.met
+        joined_once = agent is not None and agent.joined_once
         if agent is not None and lost:
             when = "before all nodes had joined"
-            if met:
+            if joined_once:
                 when = "during the run, so the ranks of this node cannot start again"
             raise LaunchError(
                 f"The rendezvous at {place} was lost {when}: {why} The machine that serves it, its "
                 f"launcher or the network to it failed. {again}",
                 code="FX701",
             ) from error
-        if met:
+        if joined_once:
             text = f"The ranks of this node cannot start again: {why} {again}"
             raise LaunchError(text) from error
         who = "This node" if launch.elastic else f"Node {launch.node_rank} of {launch.nodes}"
@@ -341,7 +344,7 @@ class _Agent(LocalElasticAgent):
     kills: int | None  # by the kernel's out-of-memory killer, until then
     _failures: dict[int, Any]
     _stopped: tuple[int, ...] = ()  # ranks that were running when another one failed
-    met: bool = False  # whether the nodes have come together once
+    joined_once: bool = False  # whether the nodes have joined once
     _joined: bool = False  # whether they have, for this attempt
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
     _left: LaunchResult | None = None  # how this node ended, if the others go on without it
@@ -363,12 +366,12 @@ class _Agent(LocalElasticAgent):
                 return LaunchResult(ranks=self.launch.world_size)
             if not result.is_failed():
                 return LaunchResult(ranks=self.launch.world_size, culprit=self._culprit or "")
-            return self._told(self._ended(result.failures))
+            return self._report_end(self._ended(result.failures))
         except SignalException as error:
             # A node that was stopped may be replaced, so the rendezvous stays open.
             end, closes = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), False
             raise
-        except RendezvousConnectionError:  # nobody can be told
+        except RendezvousConnectionError:  # no node can be reached
             self._ends, closes = _ALONE, False
             raise
         except Exception as error:
@@ -376,11 +379,11 @@ class _Agent(LocalElasticAgent):
             raise
         finally:
             # Beside what the launcher does next, which is to show the error.
-            farewell = threading.Thread(
-                target=self._farewell, args=(end, closes), name=FAREWELL, daemon=True
+            leaving = threading.Thread(
+                target=self._leave, args=(end, closes), name=LEAVE_THREAD, daemon=True
             )
-            farewell.start()
-            atexit.register(farewell.join, FAREWELL_S)
+            leaving.start()
+            atexit.register(leaving.join, LEAVE_S)
 
     def _ended(self, failures: dict[int, Any]) -> LaunchResult:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
@@ -391,26 +394,30 @@ class _Agent(LocalElasticAgent):
                 codes, (path for path in map(Path, files) if path.exists()), stopped=self._stopped
             ),
             node=self._ends.name,
-            memory=tell_memory_kills(self.kills),
+            memory=describe_memory_kills(self.kills),
         )
 
-    def _told(self, ending: LaunchResult) -> LaunchResult:
+    def _report_end(self, ending: LaunchResult) -> LaunchResult:
         first = ending.failures[0]
-        mine = NodeEnd(text=one_line(first, ending), distance=distance(first))
-        if (culprit := self._ends.culprit_of(mine)) is None:
+        end = NodeEnd(text=one_line(first, ending), distance=distance(first))
+        if (culprit := self._ends.culprit_of(end)) is None:
             self._ends = _ALONE
         return attrs.evolve(ending, culprit=culprit or "")
 
-    def _farewell(self, end: NodeEnd | None, closes: bool) -> None:  # noqa: FBT001 - internal
+    def _leave(self, end: NodeEnd | None, closes: bool) -> None:  # noqa: FBT001 - internal
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
             if end is not None and self._ends.count > 1:
-                self._ends.tell(attrs.evolve(end, text=f"N{self._ends.name[1:]} {end.text}"))
+                self._ends.report(attrs.evolve(end, text=f"N{self._ends.name[1:]} {end.text}"))
             self._ends.leave()
         # A node that has never joined leaves the run to the others, if they can go on without it.
-        if closes and (self.met or self.serves):
+        if closes and (self.joined_once or self.serves):
             self.handler.shutdown()
             elastic = isinstance(self.handler, ElasticRendezvous)
-            if self.serves and elastic and (self.handler.nodes_in_reserve() or not self.met):
+            if (
+                self.serves
+                and elastic
+                and (self.handler.nodes_in_reserve() or not self.joined_once)
+            ):
                 time.sleep(_NOTICED_S)
         elif not closes and self._joined and not self.serves and self.launch.elastic:
             self.handler.leave()
@@ -498,16 +505,16 @@ class _Agent(LocalElasticAgent):
 
     def _is_replaced(self) -> bool:
         """Whether another node starts its ranks again, or left and one in reserve replaces it."""
-        left = bool(self._culprit or self._ends.told())
+        left = bool(self._culprit or self._ends.reported())
         return self._ends.interrupted() or (left and self.handler.nodes_in_reserve() > 0)
 
     def _count_failure(self) -> None:
-        """Tell that ranks failed that start again, or leave the run without a further attempt."""
+        """Report that ranks failed that start again, or leave the run without a further attempt."""
         attempt = self.launch.restarts - self._remaining_restarts + 1
         ending = self._ended(self._failures)
         if self.launch.elastic:  # numbered nodes start their ranks again each by itself
             self._ends.interrupt()  # first, for nodes that wait for the end of this one
-            ending = self._told(ending)
+            ending = self._report_end(ending)
         lost = self._ends is _ALONE
         self._in_a_row = 0 if ending.culprit or lost else self._in_a_row + 1
         if self._can_leave():
@@ -522,7 +529,7 @@ class _Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:
-            why = self._ends.told()
+            why = self._ends.reported()
             self._in_a_row = 0 if why else self._in_a_row
             print_note(f"The ranks of this node start again. {why or 'Nodes join or leave.'}")
         if self.launch.elastic:
@@ -548,8 +555,8 @@ class _Agent(LocalElasticAgent):
             self._join(super()._rendezvous, worker_group)
         except RendezvousClosedError as error:
             why = "another launcher waited in vain for nodes, or failed; its output says why."
-            raise RendezvousClosedError(self._ends.told() or why) from error
-        self.met = self._joined = True
+            raise RendezvousClosedError(self._ends.reported() or why) from error
+        self.joined_once = self._joined = True
         count = worker_group.group_world_size or 1
         if count < self._ends.count:
             print_note(f"The run continues with {count} of {self._ends.count} nodes.")

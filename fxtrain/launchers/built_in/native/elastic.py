@@ -37,8 +37,8 @@ from fxtrain.launchers.outcome import LaunchResult
 from fxtrain.launchers.program import rank_command, shared_environment
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
-FAREWELL = "fxtrain farewell"  # the thread in which a launcher tells other nodes of its end
-FAREWELL_S = 3.0  # for other nodes to ask the store why a rank has failed
+LEAVE_THREAD = "fxtrain leave"  # the thread in which a launcher reports its end to other nodes
+LEAVE_S = 3.0  # for other nodes to ask the store why a rank has failed
 _ONE_TRY_S = 5.0
 _PAUSE_S = 0.5
 _ON_CPU = ("node", "exclusive")
@@ -113,14 +113,14 @@ def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
             )
     wait = math.ceil(spec.connect_timeout_s)
     settings = [f"timeout={wait}"]
-    if spec.meets == "c10d":
+    if spec.rendezvous_backend == "c10d":
         settings = [f"join_timeout={wait}", *spec.rendezvous_options]
     return [
-        f"--rdzv-backend={spec.meets}",
+        f"--rdzv-backend={spec.rendezvous_backend}",
         f"--rdzv-endpoint={host}:{spec.port}",
         f"--rdzv-id={spec.run_id or 'fxtrain'}",
         f"--rdzv-conf={','.join(settings)}",
-        *([f"--node-rank={spec.node_rank}"] if spec.meets == "static" else []),
+        *([f"--node-rank={spec.node_rank}"] if spec.rendezvous_backend == "static" else []),
         *([f"--local-addr={local}"] if local else []),
     ]
 
@@ -175,10 +175,10 @@ def run_elastic(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ[MARK] = mark_within(os.environ)
     for thread in threading.enumerate():
-        if thread.name == FAREWELL:  # an earlier launch of this process may still use the port
-            thread.join(FAREWELL_S)
-    door = _open_rendezvous(spec)
-    with door or nullcontext():
+        if thread.name == LEAVE_THREAD:  # an earlier launch of this process may still use the port
+            thread.join(LEAVE_S)
+    listener = _open_rendezvous(spec)
+    with listener or nullcontext():
         if spec.log_dir:
             Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
         # Importing torch takes seconds, so check file names and ports first.
@@ -199,7 +199,7 @@ def run_elastic(
                 try:
                     with spares_kept(spec.spares) as replace_spares:
                         ending = agent.run_agent(
-                            spec, config, *command, door, deadline, replace_spares
+                            spec, config, *command, listener, deadline, replace_spares
                         )
                     ask = ending.code != 0
                 finally:  # of ranks, which may still finish something after a success
@@ -289,10 +289,10 @@ def _forward(number: int) -> None:
     """Pass a signal on; SIGUSR2 also asks the ranks where they stand, and prints it."""
     signal_children(number)
     if number == signal.SIGUSR2:
-        threading.Thread(target=_tell_stacks, name="fxtrain-stacks", daemon=True).start()
+        threading.Thread(target=_print_stacks, name="fxtrain-stacks", daemon=True).start()
 
 
-def _tell_stacks() -> None:
+def _print_stacks() -> None:
     try:
         stacks = _extensions.stacks
         text = stacks.describe_stacks(stacks.ask(Path(os.environ[_standing().STACKS])))
@@ -306,11 +306,11 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
     """Listen at the main address, or check that it is reachable, before torch waits for it."""
     host = "127.0.0.1" if spec.nodes == 1 else spec.main_address.strip("[]")
     who = "This node" if spec.elastic else f"Node {spec.node_rank} of {spec.nodes}"
-    door = None
+    listener = None
     # Where nodes join, whichever launcher comes first serves.
     if is_local(host) if spec.elastic else spec.node_rank == 0:
         try:
-            door = listen(host, spec.port)
+            listener = listen(host, spec.port)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             if not (spec.elastic and in_use):
@@ -321,17 +321,17 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
                     code="FX701",
                 ) from error
     hint = main_hint(spec)
-    if door is not None and not hint:
-        return door
+    if listener is not None and not hint:
+        return listener
     try:
         # At once where this process listens: the main address may be forwarded to this machine.
-        timeout_s = spec.connect_timeout_s if door is None else _PAUSE_S
+        timeout_s = spec.connect_timeout_s if listener is None else _PAUSE_S
         reach(host, spec.port, who=who, timeout_s=timeout_s, hint=hint)
     except LaunchError:
-        if door is not None:
-            door.close()
+        if listener is not None:
+            listener.close()
         raise
-    return door
+    return listener
 
 
 def reach(address: str, port: int, *, who: str, timeout_s: float, hint: str = "") -> None:
@@ -374,10 +374,10 @@ def _why(address: str, error: OSError) -> str:
 def main_hint(spec: LaunchSpec) -> str:
     """What is odd about a node 0 whose machine does not have the main address."""
     host = spec.main_address.strip("[]")
-    if spec.nodes == 1 or spec.meets != "static" or spec.node_rank or is_local(host):
+    if spec.nodes == 1 or spec.rendezvous_backend != "static" or spec.node_rank or is_local(host):
         return ""
     return (
-        f" The main address {host} is none of this machine: start node 0 on the machine that has "
+        f" {host} is not an address of this machine: start node 0 on the machine that has "
         f"it, unless it is forwarded to this one."
     )
 

@@ -50,31 +50,34 @@ _SILENT_S = 5.0  # until the launcher says for which nodes it waits
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
-def open_handler(launch: LaunchSpec, config: Any, door: socket.socket | None) -> Any:
+def open_handler(launch: LaunchSpec, config: Any, listener: socket.socket | None) -> Any:
     """The handler for a launch, with torch's `LaunchConfig` for it.
 
-    The store is served by the process with a `door`, a listening socket.
+    The store is served by the process that passes a `listener`, a listening socket.
 
     Raises:
         RendezvousConnectionError: the store cannot be reached.
         RendezvousStateError: the nodes have different secrets.
     """
     host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
-    port = launch.port if door is None else door.getsockname()[1]
+    port = launch.port if listener is None else listener.getsockname()[1]
     try:
         store = tcp_store(
             host,
             port,
             timedelta(seconds=launch.connect_timeout_s),
-            is_master=door is not None,
+            is_master=listener is not None,
             # Without a socket of ours, it would listen on every interface.
-            master_listen_fd=None if door is None else os.dup(door.fileno()),
+            master_listen_fd=None if listener is None else os.dup(listener.fileno()),
         )
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise RendezvousConnectionError(str(error)) from error
     proof = key_proof(derive_key(os.environ.get(SECRET, "")))
-    mine = proof or "none"
-    if store.compare_set(f"fxtrain.secret.{config.run_id}", "", mine).decode() != mine:
+    local_proof = proof or "none"
+    if (
+        store.compare_set(f"fxtrain.secret.{config.run_id}", "", local_proof).decode()
+        != local_proof
+    ):
         store.set(_OTHER_SECRET + config.run_id, platform.node())
         raise RendezvousStateError(
             f"{SECRET} on this node differs from that on another, or is set on one of them only."
@@ -99,11 +102,12 @@ class ElasticRendezvous:
 
     def __init__(self, store: Any, config: Any) -> None:
         fewest, most = config.min_nodes, config.max_nodes
-        mine = f"{fewest} to {most}" if fewest < most else str(most)
-        theirs = store.compare_set(f"fxtrain.nodes.{config.run_id}", "", mine).decode()
-        if theirs != mine:
+        wanted = f"{fewest} to {most}" if fewest < most else str(most)
+        theirs = store.compare_set(f"fxtrain.nodes.{config.run_id}", "", wanted).decode()
+        if theirs != wanted:
             raise RendezvousStateError(
-                f"this launcher was started for {mine} nodes, and the first one for {theirs[:80]}."
+                f"this launcher was started for {wanted} nodes, "
+                f"and the first one for {theirs[:80]}."
             )
         options = config.rdzv_configs
         last_call_s = float(options.get("last_call_timeout", 30))
@@ -131,7 +135,7 @@ class ElasticRendezvous:
     def next_rendezvous(self) -> RendezvousInfo:
         """See `RendezvousHandler`."""
         self._backend.settle()
-        timer = threading.Timer(_SILENT_S, self._tell_missing)
+        timer = threading.Timer(_SILENT_S, self._note_missing)
         timer.daemon = True
         timer.start()
         try:
@@ -147,7 +151,7 @@ class ElasticRendezvous:
         self._before = dict(self._backend.seen.participants)
         return info
 
-    def _tell_missing(self) -> None:
+    def _note_missing(self) -> None:
         state = self._backend.seen
         if state is None:
             return
@@ -189,7 +193,7 @@ class ElasticRendezvous:
             return 0
 
     def nodes_in_reserve(self) -> int:
-        """Nodes that have come since the attempt began: they wait, or replace one that leaves."""
+        """Nodes that have joined since the attempt began: they wait, or replace one that leaves."""
         state = self._backend.seen
         return len(state.wait_list) + len(state.redundancy_list) if state else 0
 
@@ -203,7 +207,7 @@ class ElasticRendezvous:
 
 
 class _StaticRendezvous(StaticTCPRendezvous):
-    """Numbered nodes, or a single node, which meet once in the given store."""
+    """Numbered nodes, or a single node, which join once through the given store."""
 
     def __init__(
         self, plain: Any, store: Any, launch: LaunchSpec, run_id: str, place: tuple[str, int]
@@ -212,14 +216,14 @@ class _StaticRendezvous(StaticTCPRendezvous):
         super().__init__(*place, launch.node_rank, launch.nodes, run_id, wait_s)
         self._plain, self._shared = plain, PrefixStore(run_id, store)
         self._launch = launch
-        self._met = launch.nodes == 1
+        self._joined = launch.nodes == 1
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class; the ranks use the same store."""
-        if not self._met:
+        if not self._joined:
             wait_s, hint = self._launch.connect_timeout_s, main_hint(self._launch)
-            meet(self._shared, self.rank, self.world_size, wait_s, hint, self._other_secret)
-            self._met = True
+            join_all(self._shared, self.rank, self.world_size, wait_s, hint, self._other_secret)
+            self._joined = True
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(self._shared, self.rank, self.world_size, place)
 
@@ -233,7 +237,7 @@ class _StaticRendezvous(StaticTCPRendezvous):
         )
 
 
-def meet(
+def join_all(
     store: Any,
     node: int,
     count: int,
@@ -241,7 +245,7 @@ def meet(
     hint: str = "",
     refusal: Callable[[], str] = lambda: "",
 ) -> None:
-    """Wait until every node of a launch has come; `hint` is what may be wrong if some do not.
+    """Wait until every node of a launch has joined; `hint` is what may be wrong if some do not.
 
     `refusal` says why one never will.
 
@@ -249,12 +253,12 @@ def meet(
         Writes a line to standard error if nodes are missing after a few seconds.
 
     Raises:
-        RendezvousStateError: some never came to one of the nodes, which the message names, or nodes
-            were started with other numbers of nodes; on every node that has come.
+        RendezvousStateError: some never joined one of the nodes, which the message names, or nodes
+            were started with other numbers of nodes; on every node that has joined.
     """
     store.set(f"node/{node}", json.dumps([count, platform.node()]))
     missing, start = set(range(count)) - {node}, time.monotonic()
-    told = False
+    noted = False
     while missing and not store.check(["refused"]):
         why = refusal()
         for other in [*missing]:
@@ -270,11 +274,11 @@ def meet(
         names = ", ".join(str(other) for other in sorted(missing))
         who = f"node{'s' * (len(missing) > 1)} {names}"
         if missing and waited_s > wait_s:
-            why = why or f"{who} never came within the {wait_s:g} s of node {node}.{hint}"
+            why = why or f"{who} never joined within the {wait_s:g} s of node {node}.{hint}"
         if why:
             store.compare_set("refused", "", why)  # the first one's, for all
-        elif missing and waited_s > _SILENT_S and not told:
-            told = True
+        elif missing and waited_s > _SILENT_S and not noted:
+            noted = True
             print_note(f"Node {node} of {count} waits for {who}, for up to {wait_s:.0f} s.{hint}")
         time.sleep(_POLL_INTERVAL_S)
     if store.check(["refused"]):

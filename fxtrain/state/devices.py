@@ -1,0 +1,177 @@
+"""What devices and their links can do: a table of published figures, and files of measured ones."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain._record import above, at_least, closest, record, shown
+from fxtrain.errors import PlanError
+from fxtrain.state.files import read_record
+
+_share = at_least(0, 1)
+
+
+def _are_rates(_: Any, __: Any, value: Mapping[str, Any]) -> None:
+    rates = value.values()
+    if not value or not all(type(rate) in (int, float) and 0 < rate < 1e30 for rate in rates):
+        raise ValueError("choose FLOP/s above 0 by dtype, such as {'bf16': 312e12}.")
+
+
+@record
+class Device:
+    """A device, and the links from it to others, for estimates of the time of a step.
+
+    Attributes:
+        name: Of the device.
+        source: Where its figures are from.
+        type: gpu: launches and links work beside the device; cpu: the cores that compute also
+            launch operators and serve links.
+        memory: Bytes.
+        flops: Peak FLOP/s by dtype: fp32, bf16, fp16, fp8. Another dtype takes the lowest.
+        efficiency: Share of the peak that large matrix products reach.
+        memory_bandwidth: Bytes per second that operators read and write.
+        launch_s: Seconds to launch an operator.
+        link_bandwidth: Bytes per second that a device sends to another one of its node.
+        link_latency_s: Seconds until the first byte arrives.
+        node_bandwidth: Bytes per second that a device sends to another node.
+        node_latency_s: Seconds until the first byte arrives there.
+        bandwidth_efficiency: Share of these bandwidths that is reached.
+        host_bandwidth: Bytes per second between the device and host memory.
+        overlap: Share of the time of operators during which links can work as well.
+        ranks_per_node: Devices of a node.
+
+    Example:
+        >>> import attrs, fxtrain as fx
+        >>> device = fx.state.read_device("H100")
+        >>> device.flops["bf16"], attrs.evolve(device, memory=96_000_000_000).memory
+        (989400000000000.0, 96000000000)
+    """
+
+    name: str
+    source: str = ""
+    type: Literal["gpu", "cpu"] = "gpu"
+    memory: int = attrs.field(validator=at_least(1))
+    flops: Mapping[str, float] = attrs.field(
+        validator=_are_rates, hash=False, metadata={"choose": "a table of FLOP/s by dtype"}
+    )
+    efficiency: float = attrs.field(default=1.0, validator=_share)
+    memory_bandwidth: float = attrs.field(validator=above(0))
+    launch_s: float = attrs.field(validator=at_least(0))
+    link_bandwidth: float = attrs.field(validator=above(0))
+    link_latency_s: float = attrs.field(validator=at_least(0))
+    node_bandwidth: float = attrs.field(validator=above(0))
+    node_latency_s: float = attrs.field(validator=at_least(0))
+    bandwidth_efficiency: float = attrs.field(default=1.0, validator=_share)
+    host_bandwidth: float = attrs.field(default=25e9, validator=above(0))
+    overlap: float = attrs.field(default=1.0, validator=_share)
+    ranks_per_node: int = attrs.field(default=8, validator=at_least(1))
+
+
+def _published(
+    name: str, source: str, gb: int, flops: dict[str, float], memory_tb: float, **links: float
+) -> Device:
+    """A device of the table; fields that no vendor publishes are assumptions, equal for all."""
+    links = {"node_bandwidth": 50e9, "host_bandwidth": 50e9, "efficiency": 0.7, **links}
+    assumed = "Efficiencies, latencies and the time of a launch are assumptions of fxtrain."
+    return Device(
+        name=name,
+        source=f"{source}. {assumed}",
+        memory=gb * 10**9,
+        flops={dtype: rate * 1e12 for dtype, rate in flops.items()},
+        memory_bandwidth=memory_tb * 1e12,
+        launch_s=5e-6,
+        link_latency_s=2e-6,
+        node_latency_s=5e-6,
+        bandwidth_efficiency=0.8,
+        **links,  # pyright: ignore[reportArgumentType]
+    )
+
+
+_TABLE = (
+    _published(
+        "A100",
+        "NVIDIA A100 Tensor Core GPU data sheet (80GB SXM: dense rates, NVLink 600 GB/s in both "
+        "directions); NVIDIA DGX A100 data sheet (200 Gb/s per GPU between nodes)",
+        80, {"fp32": 19.5, "bf16": 312, "fp16": 312}, 2.039,
+        link_bandwidth=300e9, node_bandwidth=25e9, host_bandwidth=25e9, efficiency=0.8,
+    ),
+    _published(
+        "H100",
+        "NVIDIA H100 Tensor Core GPU data sheet (SXM: dense rates, half of those with sparsity; "
+        "NVLink 900 GB/s in both directions); NVIDIA DGX H100 data sheet (400 Gb/s per GPU)",
+        80, {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}, 3.35,
+        link_bandwidth=450e9,
+    ),
+    _published(
+        "H200",
+        "NVIDIA H200 Tensor Core GPU data sheet (SXM: dense rates; NVLink 900 GB/s in both "
+        "directions); NVIDIA DGX H200 data sheet (400 Gb/s per GPU)",
+        141, {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}, 4.8,
+        link_bandwidth=450e9,
+    ),
+    _published(
+        "B200",
+        "NVIDIA DGX B200 data sheet, an eighth of the system (dense rates; NVLink 1.8 TB/s in "
+        "both directions; 400 Gb/s per GPU)",
+        180, {"fp32": 75, "bf16": 2250, "fp16": 2250, "fp8": 4500}, 8.0,
+        link_bandwidth=900e9,
+    ),
+    _published(
+        "MI300X",
+        "AMD Instinct MI300X data sheet (dense rates; seven Infinity Fabric links of 128 GB/s in "
+        "both directions); 400 Gb/s per GPU between nodes is an assumption",
+        192, {"fp32": 163.4, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}, 5.3,
+        link_bandwidth=448e9, efficiency=0.5,
+    ),
+    _published(
+        "L40S",
+        "NVIDIA L40S data sheet (dense rates; PCIe 4.0 x16, 64 GB/s in both directions); "
+        "200 Gb/s per GPU between nodes is an assumption",
+        48, {"fp32": 91.6, "bf16": 362, "fp16": 362, "fp8": 733}, 0.864,
+        link_bandwidth=32e9, node_bandwidth=25e9, host_bandwidth=25e9,
+    ),
+    _published(
+        "RTX 4090",
+        "NVIDIA Ada GPU architecture whitepaper (dense rates with fp32 accumulation; PCIe 4.0 x16, "
+        "64 GB/s in both directions, no peer access); 100 Gb/s between nodes is an assumption",
+        24, {"fp32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3}, 1.008,
+        link_bandwidth=16e9, node_bandwidth=12.5e9, host_bandwidth=25e9,
+    ),
+)  # fmt: skip
+DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _TABLE})
+
+
+def read_device(device: str | Path | Device) -> Device:
+    """A device by its name in the table of published ones, or from a file.
+
+    Args:
+        device: A name such as "H100", in any case; the path of a .toml, .json or .yaml file, as
+            `fxtrain env --measure` writes it; or a record, which is returned.
+
+    Raises:
+        PlanError: no device has that name, or the file is none.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.state.read_device("a100").name
+        'A100'
+        >>> fx.state.read_device("A10")
+        Traceback (most recent call last):
+        fxtrain.errors.PlanError: 'A10' is no known device; known are A100, H100, ...
+    """
+    if isinstance(device, Device):
+        return device
+    names = {name.lower().replace(" ", ""): name for name in DEVICES}
+    plain = str(device).lower().replace(" ", "")
+    if plain in names:
+        return DEVICES[names[plain]]
+    if Path(str(device)).suffix:
+        return read_record(device, Device)
+    raise PlanError(
+        f"{shown(str(device))} is no known device; known are {', '.join(DEVICES)}. Use one of "
+        f"these, or a file that `fxtrain env --measure device.toml` wrote on such a machine."
+        f"{closest(plain, names)}"
+    )
