@@ -20,6 +20,7 @@ from fxtrain.diagnosis.setups import launch_file_problems as launch_file_problem
 from fxtrain.interop.accelerate_config import convert_accelerate as convert_accelerate
 from fxtrain.launchers.built_in.deepspeed import DEEPSPEED as DEEPSPEED
 from fxtrain.launchers.built_in.deepspeed import DeepSpeedOptions as DeepSpeedOptions
+from fxtrain.launchers.built_in.job_variables import job_topology as job_topology
 from fxtrain.launchers.built_in.kubernetes import KUBERNETES as KUBERNETES
 from fxtrain.launchers.built_in.kubernetes import KubernetesOptions as KubernetesOptions
 from fxtrain.launchers.built_in.mpi import MPI as MPI
