@@ -15,6 +15,10 @@ from fxtrain.backends.local_sgd.strategy import weighted_mean as weighted_mean
 from fxtrain.backends.muon import divide_muon as divide_muon
 from fxtrain.backends.muon import matrices_named as matrices_named
 from fxtrain.backends.xla import xla_runtime as xla_runtime
+from fxtrain.cli.questions import MachineFacts as MachineFacts
+from fxtrain.cli.questions import detect_machine as detect_machine
+from fxtrain.cli.questions import interview as interview
+from fxtrain.cli.questions import prompt as prompt
 from fxtrain.diagnosis import stacks as stacks
 from fxtrain.diagnosis.setups import launch_file_problems as launch_file_problems
 from fxtrain.interop.accelerate_config import convert_accelerate as convert_accelerate
