@@ -5,8 +5,9 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -17,6 +18,7 @@ from fxtrain import ops
 from fxtrain._record import record, shown
 from fxtrain.backends.core.device_mesh import separate_meshes
 from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
+from fxtrain.choosing import SHORT, Choice, ChoiceRow, Question, run_function, search
 from fxtrain.data import Sharded
 from fxtrain.errors import CollectiveError, PlanError, StepError
 from fxtrain.loop.evaluating import Mean
@@ -24,13 +26,21 @@ from fxtrain.loop.releasing import empty_cache
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.ops.same_errors import raise_together
-from fxtrain.profiling import dry_run
-from fxtrain.state import DeepSpeed, DistContext, Mesh, Plan, Wrapped
+from fxtrain.profiling import place, read_bytes
+from fxtrain.state import DDP, DeepSpeed, Device, DistContext, Mesh, Plan, Wrapped, read_device
 from fxtrain.state.context import check_connected
 from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_config
 from fxtrain.state.mesh import resolve_mesh
 
-__all__ = ["RateCurve", "find_batch_size", "find_lr", "predict_batch_size"]
+__all__ = [
+    "Choice",
+    "ChoiceRow",
+    "RateCurve",
+    "choose",
+    "find_batch_size",
+    "find_lr",
+    "predict_batch_size",
+]
 __dir__ = __all__.copy  # for completion
 
 
@@ -136,7 +146,7 @@ def predict_batch_size(
         The batch size, and the plan with `accumulate` scaled.
 
     Effects:
-        The same as `fx.dry_run`, once for each size.
+        The same as `fx.dry_run`, once for each size, with at most two micro-batches of an update.
 
     Raises:
         PlanError: nothing fits, a dry run ends with another problem, or an argument makes no sense.
@@ -157,6 +167,7 @@ def predict_batch_size(
         (16, 4)
     """
     _check("predict_batch_size", start, shrink)
+    memory = read_bytes(device_memory) or 0
     plan = Plan() if plan is None else plan
     _check_takes("predict_batch_size", "train", train, DistContext(), start, plan)
     if isinstance(plan.strategy, DeepSpeed):
@@ -164,22 +175,107 @@ def predict_batch_size(
         axes = resolve_mesh(Mesh() if mesh is None else mesh, world)
         plan = fill_from_config(plan, data, axes.replicate * axes.shard)
     for size, candidate in _candidates(start, plan, shrink):
-        run = dry_run(
-            lambda ctx, size=size, candidate=candidate: train(ctx, size, candidate),
-            world=world,
-            mesh=mesh,
-            device_memory=device_memory,
+        short = min(candidate.accumulate, SHORT)  # longer updates need no more memory
+        run = run_function(
+            train, (attrs.evolve(candidate, mesh=mesh, accumulate=short), size), world
         )
-        if others := [
-            problem.text for problem in run.problems if problem.fatal and problem.kind != "memory"
-        ]:
+        if others := [problem.text for problem in run.problems if problem.fatal]:
             raise PlanError(
                 f"predict_batch_size: the dry run of batch size {size} ends with a problem:\n"
                 + "\n".join(others)
             )
-        if not any(problem.kind == "memory" for problem in run.problems):
+        if run.peak <= memory:
             return size, candidate
     raise _nothing_fits("predict_batch_size", start)
+
+
+def choose(
+    train: Callable[[DistContext, int, Plan], object],
+    *,
+    world: int,
+    device: str | Device,
+    rows: int,
+    plan: Plan | None = None,
+    keep: Collection[str] = (),
+    minutes: float = 10.0,
+    processes: int | None = None,
+    cache: str = "",
+) -> Choice:
+    """Choose strategy, mesh, micro-batch and recomputation, from dry runs of many plans.
+
+    No device is needed. Plans that `fx.wrap` refuses, or whose parameters do not fit, are dropped
+    without a dry run. Of the others, at most 60 have one, the most promising first, and their time
+    is estimated from what they compute and send.
+
+    Args:
+        train: (context, batch size, plan) → anything. It builds the model and trains with batches
+            of that size, as in `fx.dry_run`, which ends it. A function at the top of a module runs
+            in parallel processes, each of which imports the module; any other in this process.
+        world: World size.
+        device: A name such as "H100", the path of a file that `fxtrain env --measure` wrote, or an
+            `fx.state.Device`.
+        rows: Rows of an update, of all ranks together.
+        plan: Your plan. Its fields that are not at their defaults stay.
+        keep: Names of fields that stay although they are at their defaults.
+        minutes: Time after which the best plan so far is returned.
+        processes: Dry runs at a time; one for each core by default.
+        cache: Folder in which dry runs are kept, so that the same question is answered at once;
+            by default none are.
+
+    Returns:
+        The ten fastest plans that fit, and why others were dropped: `choice.plan` is the best one.
+
+    Effects:
+        Those of `fx.dry_run` for each plan; what the function prints is dropped. Starts processes,
+        so a script calls this under `if __name__ == "__main__":`. Writes into `cache`.
+
+    Raises:
+        PlanError: no such device, an argument makes no sense, or the function does not run on one
+            rank.
+        StepError: the function returned without an update.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> def train(ctx, size, plan):
+        ...     net = torch.nn.Linear(1000, 1000)
+        ...     model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.Adam(p))
+        ...     loader = torch.utils.data.DataLoader(torch.ones(9999, 1000), batch_size=size)
+        ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        ...     for batch in fx.shard(loader, ctx, plan):
+        ...         fx.step(ctx, batch, fns)
+        >>> plan = fx.Plan(mesh=fx.Mesh(replicate=8))
+        >>> choice = fx.tuning.choose(train, world=8, device="H100", rows=64, plan=plan)
+        >>> choice.best.batch_size, choice.plan.accumulate
+        (8, 1)
+    """
+    plan = Plan() if plan is None else plan
+    names = {field.name for field in attrs.fields(Plan)}
+    if type(rows) is not int or rows < 1 or not minutes > 0 or not set(keep) <= names:
+        raise PlanError(
+            f"choose(rows={shown(rows)}, minutes={shown(minutes)}, keep={shown(keep)}): rows of an "
+            f"update are 1 or more, minutes above 0, and keep has names of fields of a plan."
+        )
+    place(world, 0, plan.mesh)
+    _check_takes("choose", "train", train, DistContext(), rows, plan)
+    changed = {name for name in names if getattr(plan, name) != getattr(Plan(), name)}
+    at = read_device(device)
+    question = Question(
+        plan=plan,
+        fixed=frozenset(changed | set(keep)),
+        world=world,
+        node=at.ranks_per_node,
+        rows=rows,
+    )
+    alone = attrs.evolve(plan, strategy=DDP(), mesh=None, accumulate=1)
+    return search(
+        partial(run_function, train),
+        question,
+        at,
+        probe=(alone, min(rows, 2)),  # some layers need two rows
+        minutes=minutes,
+        processes=processes,
+        cache=cache,
+    )
 
 
 def _check(call: str, start: Any, shrink: Any) -> None:

@@ -173,6 +173,7 @@ MUTABLE = {
     "fxtrain.backends.core.gradient_buckets._Progress": "how far a forward and its backward are",
     "fxtrain.backends.xla.strategy.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
+    "fxtrain.choosing.searching._Search": "the plans that are left to try, and what was found",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Reader": "what a loop over reports tells their run",

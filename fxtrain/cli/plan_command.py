@@ -20,6 +20,7 @@ from rich.console import Group
 from fxtrain._display import read_bytes
 from fxtrain._reading import read_text, write_file
 from fxtrain.cli.output import (
+    COUNT,
     NOT_NEGATIVE,
     POSITIVE,
     Exit,
@@ -90,7 +91,7 @@ def _goodput(run: DryRun, failures: Mapping[str, Any], rate: int) -> Any:
 @option("--mesh", "ranks per axis, such as shard=8,tensor=2", metavar="AXES")
 @option("--device-memory", "memory of one device, such as 80GB or 24GiB", metavar="SIZE")
 @option("--against", "compare with an earlier run", _SAVED, "FILE", multiple=True)
-@option("--save", "write the result as JSON", metavar="FILE")
+@option("--save", "write the result as JSON; with --choose, the launch file", metavar="FILE")
 @picture_option("--picture", "draw the memory of a step")
 @option("--rank-mtbf-h", "mean time between failures of one rank: shows goodput", POSITIVE, "HOURS")
 @option("--checkpoint-rate", "bytes per second that all ranks write", metavar="SIZE", default="1GB")
@@ -100,6 +101,12 @@ def _goodput(run: DryRun, failures: Mapping[str, Any], rate: int) -> Any:
 @option("--days", "training without failures", POSITIVE, default=30.0)
 @option("--seed", "of the simulated failures", int, default=0, show_default=True)
 @picture_option("--goodput-picture", "draw goodput over intervals")
+@option("--choose", "try many plans, and show the fastest that fit", is_flag=True)
+@option("--device", "with --choose: a name such as H100, or a file of env --measure", str, "DEVICE")
+@option("--rows", "with --choose: rows of an update, by default the script's", COUNT, "N")
+@option("--batch-option", "with --choose: the script's option for the batch size", metavar="NAME")
+@option("--minutes", "with --choose: time for the search", POSITIVE, default=10.0)
+@option("--processes", "with --choose: dry runs at a time, by default one per core", COUNT, "N")
 @option("--config -c", "launch file with the plan", metavar="FILE", default="")
 @option("-m module", "the program is a module, not a script", is_flag=True)
 @click.argument(
@@ -122,6 +129,12 @@ def PLAN(
     save: str | None,
     picture: str | None,
     config: str,
+    choose: bool,
+    device: str | None,
+    rows: int | None,
+    batch_option: str | None,
+    minutes: float,
+    processes: int | None,
     **failures: Any,
 ) -> int:
     """Show what a training script would need on many ranks, without running it for real.
@@ -130,12 +143,31 @@ def PLAN(
     repeat. Shown are memory by use, traffic by kind and mesh axis, and problems. The
     plan of a launch file is passed to the script, as `fxtrain launch` does. With
     --rank-mtbf-h, failures are simulated, and goodput is shown.
+
+    With --choose, the script has dry runs under many plans, and the fastest that fit are
+    shown; --save writes the launch file of the best one, for `fxtrain launch --config`.
     """
     target, args = program[0], tuple(program[1:])
     check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
     runs = importlib.import_module("fxtrain.profiling")
     flags = {} if mesh is None else {"plan.mesh": mesh}
     settings = resolve(file=config, env=os.environ, flags=flags)
+    if choose:
+        if device is None:
+            raise click.UsageError("--choose needs --device, such as --device H100.")
+        return importlib.import_module("fxtrain.cli.choose_command").choose_plan(
+            tuple(program),
+            settings,
+            world=world,
+            module=module,
+            device=device,
+            rows=rows,
+            batch_option=batch_option or "",
+            minutes=minutes,
+            processes=processes,
+            save=save,
+            picture=picture,
+        )
     variables = runs.place(world, rank, settings.plan.mesh)
     runs.read_bytes(device_memory)
     rate = read_bytes(failures["checkpoint_rate"], "--checkpoint-rate")

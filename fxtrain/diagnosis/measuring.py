@@ -22,7 +22,7 @@ from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain._host_memory import available_memory
 from fxtrain.meters import memory
-from fxtrain.profiling.operators import work
+from fxtrain.profiling.operators import operator_call
 from fxtrain.state import Device, DistContext, loads, write_record
 from fxtrain.state.mesh import AXES
 
@@ -99,7 +99,7 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.count += work(func, args, kwargs or {}, out) is not None
+        self.count += operator_call(func, args, kwargs or {}, out) is not None
         return out
 
 

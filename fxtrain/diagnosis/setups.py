@@ -18,7 +18,6 @@ from fxtrain.state import (
     PP,
     TP,
     XLA,
-    Comm,
     DeepSpeed,
     DistContext,
     Mesh,
@@ -26,8 +25,9 @@ from fxtrain.state import (
     Plan,
     Single,
 )
+from fxtrain.state.context import simulated
 from fxtrain.state.deepspeed import fill_from_config, read_config
-from fxtrain.state.mesh import SPANS, resolve_mesh
+from fxtrain.state.mesh import resolve_mesh
 
 _CHIPS = 4  # of a TPU host, where the mesh leaves it open
 _WIDTH = 256
@@ -72,22 +72,10 @@ def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
         local_world_size=1 if tpu else spec.ranks,
         num_nodes=spec.nodes,
         device=torch.device(kind),
-        comm=_comm(1 if tpu else count),
         mesh=mesh,
         devices=count if tpu else 1,
     )
-    if ctx.world_size == 1:
-        return ctx
-    sizes = {name: math.prod(mesh.sizes[axis] for axis in span) for name, span in SPANS.items()}
-    axes = {
-        name: attrs.evolve(ctx, world_size=size, comm=_comm(size), mesh=Mesh(replicate=size))
-        for name, size in sizes.items()
-    }
-    return attrs.evolve(ctx, axes=axes)
-
-
-def _comm(ranks: int) -> Comm:
-    return Comm(ranks=tuple(range(ranks)), simulated=True)
+    return simulated(ctx)
 
 
 def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:

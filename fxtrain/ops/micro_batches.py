@@ -111,6 +111,7 @@ def run_micro_batch(
         The first micro-batch of a window drops gradients that another model has left.
     """
     window, plan, status = model.window, model.plan, model.status
+    window.sizes = batch.sizes
     if not (status.added_grads or window.micro):
         model.strategy.begin(model)
     if counts:

@@ -34,7 +34,7 @@ from fxtrain.profiling.watching import (
     recording,
     sum_calls,
 )
-from fxtrain.state import DistContext, DryRun, Mesh, Plan, Problem
+from fxtrain.state import DistContext, DryRun, Mesh, Plan, Problem, Wrapped
 from fxtrain.state.dry_runs import PARTS
 from fxtrain.state.files import given_values, plan_with
 from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
@@ -116,8 +116,13 @@ def rehearse(
     name: str,
     mesh: Mesh | None,
     device_memory: int | str | None,
+    look: Callable[[Wrapped], object] | None = None,
 ) -> DryRun:
-    """Like `dry_run`, for a program that connects by itself from environment variables."""
+    """Like `dry_run`, for a program that connects by itself from environment variables.
+
+    `look` is called at the end with the wrapped model that the first optimizer updates, if there is
+    one; its open window has the micro-batches of the last update.
+    """
     size = read_bytes(device_memory)
     fakes = FakeValuesMode()
     watch = LoopRecorder(most=_MOST_UPDATES, fakes=fakes.fakes)
@@ -137,6 +142,8 @@ def rehearse(
                 raise
             ended = error
         wrapped = watch.wrapped
+        if wrapped is not None and look is not None:
+            look(wrapped)
     if not watch.marks and ended is None:
         raise StepError(
             f"The dry run of {name} recorded no update: it ended without a call of an optimizer's "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
@@ -12,7 +13,7 @@ import attrs
 
 from fxtrain._display import Displayed
 from fxtrain.errors import ContextError, MeshError
-from fxtrain.state.mesh import Mesh
+from fxtrain.state.mesh import SPANS, Mesh
 from fxtrain.state.plan import Plan
 
 if TYPE_CHECKING:
@@ -270,6 +271,23 @@ def with_plan(ctx: DistContext, plan: Plan, fields: tuple[str, ...]) -> DistCont
     within = attrs.evolve(plan, mesh=None)
     axes = {name: with_plan(axis, within, fields) for name, axis in ctx._axes.items()}
     return attrs.evolve(ctx, given_plan=plan, given_fields=fields, axes=MappingProxyType(axes))
+
+
+def simulated(ctx: DistContext) -> DistContext:
+    """The same context with the axes of its mesh and without process groups, to check plans for."""
+
+    def comm(ranks: int) -> Comm:
+        return Comm(ranks=tuple(range(ranks)), simulated=True)
+
+    ctx = attrs.evolve(ctx, comm=comm(ctx.world_size))
+    if ctx.world_size == 1:
+        return ctx
+    sizes = {name: math.prod(ctx.mesh.sizes[axis] for axis in span) for name, span in SPANS.items()}
+    axes = {
+        name: attrs.evolve(ctx, world_size=size, comm=comm(size), mesh=Mesh(replicate=size))
+        for name, size in sizes.items()
+    }
+    return attrs.evolve(ctx, axes=axes)
 
 
 def check_connected(call: str, ctx: DistContext) -> None:

@@ -86,6 +86,7 @@ class AccumulationWindow:
         rows: Their rows, including padding.
         full_rows: Rows of a full window.
         real_rows: Rows without padding.
+        sizes: Rows of the last micro-batch on each rank, including padding.
         unscaled: Whether gradients are already unscaled (fp16).
         updates: Updates of the model, from the beginning of its training.
         closes: Whether the micro-batch that runs now ends the window.
@@ -102,6 +103,7 @@ class AccumulationWindow:
     rows: int = 0
     full_rows: int = 0
     real_rows: int = 0
+    sizes: tuple[int, ...] = ()
     unscaled: bool = False
     updates: int = 0
     closes: bool = False

@@ -53,6 +53,13 @@ def _falls(told: Mapping[str, Any], name: str, *plans: str) -> bool:
     return values == sorted(values, reverse=True)
 
 
+def _fit_their_devices(told: Mapping[str, Any]) -> bool:
+    return all(
+        plan["peak_mib"] <= 0.9 * int(mib) and plan["batch_size"] * plan["accumulate"] in (64, 512)
+        for mib, plan in told.items()
+    )
+
+
 def _adapted(told: Mapping[str, Any]) -> bool:
     apart = told["upright"] > 0.9 and told["before"] < 0.6 and told["after"] > 0.85
     return apart and told["trained"] < 12_000
@@ -153,6 +160,11 @@ ZOO = (
             and _falls(told, "peak_of_64_mib", "ddp", "fsdp", "fsdp, recomputed")
         ),
         differs=("held_mib", "peak_of_64_mib"),
+    ),
+    Example(
+        path="features/choose_plan",
+        holds=lambda told: told["loss"] < 2.0 and _fit_their_devices(told.get("devices", {})),
+        differs=("devices",),
     ),
     Example(path="features/gpt_3d", holds=lambda told: told["last"] < told["first"] - 1.0,
             worlds=(1, 4), differs=("axes",)),

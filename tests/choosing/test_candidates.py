@@ -1,0 +1,83 @@
+"""Which plans are tried: meshes, micro-batches, bounds of memory."""
+
+import math
+
+import attrs
+
+import fxtrain as fx
+from fxtrain.choosing.candidates import deepened, lanes, least_memory, needs_split, sizes
+from fxtrain.state import Memory
+from tests.choosing._programs import STATES, question
+
+ABOUT = {"depth": 4, "experts": 0}
+
+
+def test_lanes_use_all_ranks_and_begin_with_the_users_own():
+    asked = question(world=16, plan=fx.Plan(strategy=fx.FSDP(wrap=("Block",))))
+    found = lanes(asked, ABOUT)
+    assert found[0] == (fx.FSDP(wrap=("Block",)), fx.Mesh(replicate=16))
+    assert len(found) == len(set(found)) < 60
+    for strategy, mesh in found:
+        assert math.prod(mesh.sizes.values()) == 16
+        assert (mesh.pipeline > 1) == isinstance(strategy, fx.PP)
+    hybrid = fx.Mesh(replicate=2, shard=8)
+    assert (fx.FSDP(wrap=("Block",)), hybrid) in found
+    assert not any(mesh.context > 1 for _, mesh in found)
+
+
+def test_one_rank_has_the_users_own_plan_only():
+    assert lanes(question(world=1), ABOUT) == [(fx.DDP(), fx.Mesh(replicate=1))]
+
+
+def test_experts_are_spread_over_divisors_of_their_number():
+    found = lanes(question(), {"depth": 4, "experts": 6})
+    degrees = {s.expert for s, _ in found if isinstance(s, fx.FSDP) and s.expert is not None}
+    assert degrees == {2}
+
+
+def test_sequences_are_split_where_the_plan_says_how():
+    asked = question(plan=fx.Plan(context=fx.CP()), fixed={"context"})
+    assert {mesh.context for _, mesh in lanes(asked, ABOUT)} == {1, 2, 4, 8}
+
+
+def test_micro_batches_divide_the_rows_of_an_update():
+    lane = (fx.DDP(), fx.Mesh(replicate=8))
+    assert sizes(question(), lane, 8 * 12, 0) == [12, 6, 3, 1]
+    assert sizes(question(), lane, 8 * 12 + 1, 0) == []
+    fixed = question(plan=fx.Plan(accumulate=4), fixed={"accumulate"})
+    assert sizes(fixed, lane, 8 * 12, 0) == [3]
+    own = attrs.evolve(question(), rows_fixed=True)
+    assert sizes(own, lane, 8 * 12, 4) == [4] and sizes(own, lane, 8 * 12, 5) == []
+    whole = attrs.evolve(own, plan=fx.Plan(batch="global"))
+    assert sizes(whole, lane, 8 * 12, 32) == [4] and sizes(whole, lane, 8 * 12, 12) == []
+
+
+def test_a_pipeline_has_micro_batches_that_fill_it():
+    mesh = fx.Mesh(replicate=2, pipeline=4)
+    strategy, _ = deepened(question(), (fx.PP(), mesh), 64)
+    assert strategy.microbatches == 16
+    assert sizes(question(), (strategy, mesh), 64, 0) == [32, 16]
+    assert deepened(question(), (fx.PP(microbatches=8), mesh), 64)[0].microbatches == 8
+
+
+def test_least_memory_is_what_is_sharded():
+    total = STATES.total
+    cases = {
+        (fx.DDP(), fx.Mesh(replicate=8)): total,
+        (fx.DDP(shard_optimizer=True), fx.Mesh(replicate=8)): 9_000_000,
+        (fx.FSDP(), fx.Mesh(replicate=8)): total / 8,
+        (fx.FSDP(), fx.Mesh(replicate=2, shard=4)): total / 4,
+        (fx.FSDP(tensor=fx.TP()), fx.Mesh(replicate=1, shard=4, tensor=2)): total / 8,
+        (fx.PP(), fx.Mesh(replicate=2, pipeline=4)): total / 4,
+        (fx.FSDP(offload=True), fx.Mesh(replicate=8)): 0,
+        (fx.FSDP(mode="none"), fx.Mesh(replicate=8)): total,
+    }
+    assert {lane: least_memory(lane, STATES) for lane in cases} == cases
+
+
+def test_layers_are_split_where_memory_or_rows_ask_for_it():
+    lane = (fx.PP(), fx.Mesh(replicate=2, pipeline=4))
+    assert needs_split(lane, STATES, question(), 100e6, 64)
+    assert not needs_split(lane, STATES, question(), 20e6, 64)
+    assert not needs_split(lane, STATES, question(), 100e6, 4)
+    assert not needs_split(lane, Memory(), question(fixed={"mesh"}), 100e6, 64)
