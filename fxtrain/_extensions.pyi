@@ -21,6 +21,7 @@ from fxtrain.cli.questions import interview as interview
 from fxtrain.cli.questions import prompt as prompt
 from fxtrain.diagnosis import stacks as stacks
 from fxtrain.diagnosis.setups import launch_file_problems as launch_file_problems
+from fxtrain.diagnosis.standing import watch_standing as watch_standing
 from fxtrain.interop.accelerate_config import convert_accelerate as convert_accelerate
 from fxtrain.launchers.built_in.deepspeed import DEEPSPEED as DEEPSPEED
 from fxtrain.launchers.built_in.deepspeed import DeepSpeedOptions as DeepSpeedOptions

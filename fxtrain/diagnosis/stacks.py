@@ -18,10 +18,12 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.ops.standing import ASK, NO_PROGRESS, STARTED, process_start, record_path
 from fxtrain.ops.transport.exchange import HEADER, capacity
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 
+ASK = "ask"  # whoever changes the time of this file asks all ranks
+NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
+STARTED = "started"  # the reason for the first record, before any collective
 REPORT = "stacks.txt"
 DUMPS = "flight_recorder"  # a folder beside the report
 SILENT = "no answer"  # how it begins, if the stacks are older than the question
@@ -93,6 +95,22 @@ class Stand:
             number, op, args, _ = calls["last"][-1]
             if number > calls["completed"]:
                 return f"{op}({args}), call {number} of {axis}"
+        return ""
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """The record of a rank; its stacks have the same name with another suffix."""
+    return folder / f"rank-{rank}.json"
+
+
+def process_start(pid: int) -> str:
+    """When a process started, in the kernel's ticks: a later one of its number has another start.
+
+    Empty where there is no such process, or the system does not say.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
         return ""
 
 

@@ -21,7 +21,7 @@ from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.opening import open_by_members, open_group
 from fxtrain.ops.rendezvous_store import open_store
-from fxtrain.ops.standing import STACKS, watch_standing
+from fxtrain.ops.standing import STACKS
 from fxtrain.ops.transport.exchange import EMPTY, CallState, Updates, exchange_payloads
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
@@ -121,7 +121,7 @@ def detect(
         store = None if exists else open_store(topology, wait_s, key=key)
         ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=store, key=key)
     if (folder := variables.get(STACKS)) and not ctx.comm.simulated:
-        watch_standing(ctx, folder)
+        _extensions.watch_standing(ctx, folder)
     if plan is None:
         return ctx
     return with_plan(ctx, plan, tuple(path for path, _ in leaves(values)))
