@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import _muon
 
 import fxtrain as fx
+from fxtrain.backends.core import muon
 from fxtrain.backends.deepspeed.setup import single_optimizer
 from fxtrain.testing import Transformer, count_collectives
 from fxtrain.testing.training import on_mesh
@@ -57,20 +58,20 @@ def _update(ctx, model, number):
 
 def _counted(ctx, plan):
     model, calls = _wrap(ctx, plan), []
-    compute = _muon._zeropower_via_newtonschulz
 
-    def counting(matrix, *options):
-        calls.append(tuple(matrix.shape))
-        return compute(matrix, *options)
+    def counting(compute):
+        return lambda matrix, *options: (
+            calls.append(tuple(matrix.shape)) or compute(matrix, *options)
+        )
 
-    _muon._zeropower_via_newtonschulz = counting
-    try:
+    # With sharded states, torch's own optimizer updates the matrices of a rank.
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (muon, "_newton_schulz"), (_muon, "_zeropower_via_newtonschulz"):
+            patch.setattr(module, name, counting(getattr(module, name)))
         with fx.ops.sync(model):
             fx.ops.backward(model(torch.ones(1, 8)), model)
         with count_collectives() as traffic:
             model.optimizer[0].step()
-    finally:
-        _muon._zeropower_via_newtonschulz = compute
     return calls, traffic.counts, traffic.bytes
 
 
@@ -183,12 +184,12 @@ def _computed_by(ctx):
         plan = fx.Plan(strategy=fx.PP(split=("3",)))
         model = fx.wrap(_Text(), placed, plan, optimizer=lambda p: _embedding_apart(p, groups=True))
         fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
-        calls, compute = [], _muon._zeropower_via_newtonschulz
-        _muon._zeropower_via_newtonschulz = lambda *args: calls.append(0) or compute(*args)
+        calls, compute = [], muon._newton_schulz
+        muon._newton_schulz = lambda *args: calls.append(0) or compute(*args)
         try:
             fx.step(placed, fx.batch(torch.arange(6).view(2, 3) % 4, placed, plan), fns)
         finally:
-            _muon._zeropower_via_newtonschulz = compute
+            muon._newton_schulz = compute
         return len(calls)
 
 

@@ -96,7 +96,8 @@ class StableBucketsDDP(DistributedDataParallel):
 
     def _build_reducer(self) -> None:
         parameters, sparse = self._build_params_for_reducer()
-        names = self._build_debug_param_to_name_mapping(parameters)
+        known = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = {place: known[parameter] for place, parameter in enumerate(parameters)}
         self._ddp_init_helper(parameters, sparse, names, self.static_graph)
         self._has_rebuilt_buckets = False
         if self.add_hook is not None:
