@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Partial
 from fxtrain.checkpoint.manifest import CHUNK, Box, DataFile, StoredBox, StoredTensor, digest_of
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import aligned_first, to_header
-from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
+from fxtrain.ops.safetensors_header import aligned_first, to_header
 from fxtrain.ops.splitting import shard_box
+from fxtrain.ops.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard

@@ -9,7 +9,7 @@ import attrs
 from torch import nn
 
 from fxtrain.backends.wrapping import problems_of
-from fxtrain.models.block_names import block_names
+from fxtrain.ops.block_names import block_names
 from fxtrain.state import (
     DDP,
     FSDP,

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
-from fxtrain.data.blends import BlendOrder
 from fxtrain.data.dataset_uses import DatasetUse, DatasetUses
 from fxtrain.data.fetch import (
     RowFetch,
@@ -40,6 +39,7 @@ from fxtrain.data.rank_slices import (
     Batching,
     Cursor,
     GlobalBatch,
+    StatefulOrder,
     Step,
     advance,
     batches_of_order,
@@ -58,7 +58,7 @@ _ENDED = "DataLoader worker"
 
 # A step, and the data of each served rank.
 Loaded = tuple[Step, Sequence[Any]]
-_Order = EpochOrder | CustomOrder | BlendOrder
+_Order = EpochOrder | CustomOrder | StatefulOrder
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -103,7 +103,7 @@ def row_source(
         # Here first: workers that share the number with this process would all add to it.
         known.set_epoch(epoch)
         order, batches = _order_from(cursor, sampler, batching, plan, ranks)
-        text = "" if isinstance(order, BlendOrder) else _order_text(order, batching, loader)
+        text = "" if isinstance(order, StatefulOrder) else _order_text(order, batching, loader)
         start = check_order(cursor.position, text)
 
         def indices() -> Iterator[Any]:
@@ -133,8 +133,8 @@ def row_source(
         length=lambda epoch: known.length(epoch, idle=bool(idle)),
         shuffled=lambda: order is not None and order.shuffled,
         apart=loader.num_workers > 0,
-        stateful=isinstance(sampler, BlendOrder),
-        endless=isinstance(sampler, BlendOrder) and sampler.endless,
+        stateful=isinstance(sampler, StatefulOrder),
+        endless=isinstance(sampler, StatefulOrder) and sampler.endless,
     )
 
 
@@ -166,7 +166,7 @@ def _order_from(
 ) -> tuple[_Order, Iterator[GlobalBatch]]:
     """The order of an epoch, and its global batches from a cursor on."""
     epoch, start = cursor.position.epoch, cursor.position.index
-    if isinstance(sampler, BlendOrder):
+    if isinstance(sampler, StatefulOrder):
         seed, accumulate = plan.seed, plan.accumulate
         return sampler, sampler.batches(batching, cursor, ranks, seed=seed, accumulate=accumulate)
     if (known := find_order(sampler, plan.seed, epoch)) is not None:

@@ -10,7 +10,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.backends.core.optimizers import make_optimizers
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
-from fxtrain.backends.xla import XLA_STRATEGY
+from fxtrain.backends.xla.strategy import XLA_STRATEGY
 from tests._errors import raises_code
 
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.backends.core.packed_states import unpack_value
+from fxtrain.precision.packed_states import unpack_value
 from tests._errors import raises_code
 from tests._slow import slow_after
 
