@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain.backends.wrapping import problems_of, strategies
-from fxtrain.models.block_names import block_names
+from fxtrain.backends.wrapping import problems_of
+from fxtrain.ops.block_names import block_names
 from fxtrain.state import (
     DDP,
     FSDP,
@@ -26,6 +26,7 @@ from fxtrain.state import (
 )
 from fxtrain.state.context import simulated
 from fxtrain.state.mesh import resolve_mesh
+from fxtrain.state.registry import strategies
 
 Lane = tuple[Any, Mesh]  # a strategy's config, and a resolved mesh
 Trial = tuple[Plan, int]  # a plan with its mesh, and rows of a micro-batch on each data rank
