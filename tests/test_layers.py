@@ -14,6 +14,7 @@ import pytest
 
 from fxtrain import _extensions
 from fxtrain._stubs import load_name
+from fxtrain.state.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "fxtrain").rglob("*.py"))
@@ -113,6 +114,32 @@ def test_a_surface_is_sorted_and_there():
         assert [name for name in names if not hasattr(module, name)] == [], _name(path)
 
 
+# Where a call is for one strategy only, and refuses or ignores the plans of others; and where plans
+# are proposed and their times estimated, for the strategies that are known there.
+OWN_CONFIGS = {
+    "fxtrain/backends/deepspeed/config.py",
+    "fxtrain/backends/deepspeed/setup.py",
+    "fxtrain/choosing/candidates.py",
+    "fxtrain/choosing/costs.py",
+    "fxtrain/choosing/report.py",
+}
+
+
+def test_no_code_asks_which_strategy_a_plan_has():
+    """What other code needs of a strategy is a field of its record."""
+    configs = {config.__name__ for config in BUILT_IN}
+    asks = {
+        _name(path)
+        for path in SOURCES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "isinstance"
+        and configs & {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+    }
+    assert asks == OWN_CONFIGS
+
+
 def test_nothing_is_put_off():
     # In two halves, so that a search for these words finds only real ones.
     words = re.compile("TO" + r"DO\b|FIX" + "ME|NotImplemented" + "Error")
@@ -158,6 +185,7 @@ MUTABLE = {
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Updates": "how many updates the models of a context have made",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
+    "fxtrain.ops.transport.messages.Messages": "which messages of an exchange are over",
     "fxtrain.ops.standing.RunFolder": "the folder of the run that a context trains",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",

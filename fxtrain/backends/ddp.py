@@ -35,6 +35,7 @@ from fxtrain.state import (
     DDP,
     CommHook,
     DistContext,
+    Mesh,
     ModelState,
     Plan,
     StateReader,
@@ -63,6 +64,11 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"DDP(static_graph=True) with accumulate={plan.accumulate} skips reductions, "
             f"and to torch that is a different graph. Set sync_each=True, or "
             f"static_graph=False."
+        )
+    if plan.local is not None and ctx.world_size > 1 and plan.strategy.shard_optimizer:
+        problems.append(
+            f"Plan(local={type(plan.local).__name__}(...)) gives each replica its own optimizer, "
+            f"but DDP(shard_optimizer=True) shares one. Remove one of them."
         )
     return tuple(problems)
 
@@ -96,21 +102,12 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
             f"{', '.join(scalars[:_NAMED])} cannot be: parameters without a dimension or values. "
             f"Give them shape (1,), or use fp16."
         )
-    if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
+    if hook.name == "batched_power_sgd":
         problems.append(
-            f"CommHook(name='batched_power_sgd'): this hook fails on every gradient in torch "
-            f"{torch.__version__}, because it passes a matrix to an orthogonalization that takes "
-            f"a batch of them. Use 'power_sgd'."
+            "CommHook(name='batched_power_sgd'): torch's hook fails on every gradient, because it "
+            "passes a matrix to an orthogonalization that takes a batch of them. Use 'power_sgd'."
         )
     return problems
-
-
-def _batched_power_sgd_works() -> bool:
-    try:
-        powerSGD_hook._orthogonalize(torch.eye(2, device="cpu"))
-    except AssertionError:
-        return False
-    return True
 
 
 def _wrap(
@@ -249,7 +246,6 @@ def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> 
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
         "power_sgd": powerSGD_hook.powerSGD_hook,
-        "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
     }[config.name]
     if config.wrapper == "fp16":
         hook = default_hooks.fp16_compress_wrapper(hook)
@@ -297,6 +293,11 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
         # The update overwrites parameters with those of the rank that computes them.
         verify_replicas(model, before_update=True)
     return step_functions.apply(model, update)
+
+
+def _shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    data = mesh.replicate * mesh.shard * mesh.context
+    return 1, data if plan.strategy.shard_optimizer else 1
 
 
 def _verify(model: Wrapped) -> None:
@@ -384,6 +385,8 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     config=DDP,
     check=_check,
     wrap=_wrap,
+    one_rank=False,
+    shards=_shards,
     sync=_sync,
     backward=_backward,
     apply=_apply,

@@ -35,6 +35,7 @@ from fxtrain.loop.fit_entries import (
     tokens_of,
 )
 from fxtrain.loop.stepping import StepFns
+from fxtrain.ops.transport.exchange import exchange_texts
 from fxtrain.state import Batch, DistContext, Position, Report
 from fxtrain.state.precision import as_names
 
@@ -534,10 +535,14 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
         reason = "signaled"
     if ctx.world_size == 1:
         return reason, bool(due or late)
-    answers = ops.gather_objects((reason, late), ctx)
-    reasons = [reason for reason, _ in answers]
+    # Rank 0 alone says whether it is late. Many ranks send nothing more than the call, usually.
+    words = [reason or "", "late"] if late and ctx.is_main else [reason or ""]
+    texts = exchange_texts(ctx, ("fit", "its check after an update"), " ".join(words))
+    if not any(texts):
+        return None, bool(due)
+    reasons = [text.partition(" ")[0] or None for text in texts]
     gone = [rank for rank, reason in enumerate(reasons) if reason in ("left", "failed")]
-    if 0 < len(gone) < len(answers):
+    if 0 < len(gone) < len(reasons):
         ops.log(ctx).warning(
             "fit: rank %s left its loop after update %d, and the others did not. All ranks stop "
             "here, and the run is saved. Use reports.stop() to stop all of them.",
@@ -545,7 +550,7 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
             position.updates,
         )
     stop = next((why for why in _REASONS if why in reasons), None)
-    return stop, bool(due or answers[0][1])
+    return stop, bool(due or texts[0].endswith("late"))
 
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of, without_compile
@@ -77,6 +76,6 @@ def _problem(weight: Weight, allowed: Mapping[torch.dtype, str]) -> str | None:
         return f"complex ({tensor.dtype}): store torch.view_as_real(tensor)"
     if tensor.layout is not torch.strided or tensor.is_quantized or weight.dtype not in allowed:
         return f"a {tensor.layout} tensor of dtype {weight.dtype}, unsupported by the format"
-    if not is_sharded(tensor) and is_traceable_wrapper_subclass(tensor):
+    if not is_sharded(tensor) and hasattr(tensor, "__tensor_flatten__"):
         return f"a {type(tensor).__name__}, whose values are not in a single buffer"
     return None

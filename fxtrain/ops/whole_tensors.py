@@ -71,6 +71,14 @@ def local_values(tensor: Any) -> Tensor:
     return local._tensor if casts else local
 
 
+def local_part(tensor: Any) -> Any:
+    """This rank's tensor of a DTensor, in whatever class it is; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # else a view of it
+        return tensor.to_local()
+
+
 def identity(tensor: Tensor) -> Hashable:
     """A key that is equal for two tensors only if they are the same values in memory."""
     if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:

@@ -380,10 +380,11 @@ def expert_problems(ctx: DistContext, config: FSDP, module: nn.Module, replica: 
             f"To split experts over the tensor axis, use fx.Style(style='expert')."
         )
     if replica % n:
-        problems.append(
+        return [
+            *problems,
             f"{asked} needs replicas of a multiple of {n} ranks, but one has {replica}. Use a "
-            f"divisor of {replica}."
-        )
+            f"divisor of {replica}.",
+        ]
     mixtures = expert_modules(module)
     if not mixtures:
         problems.append(

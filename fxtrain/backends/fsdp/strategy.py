@@ -31,7 +31,7 @@ from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import split_problems
 from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
+from fxtrain.state import FSDP, DistContext, Mesh, Plan, Strategy, Wrapped
 
 # Whether the caller is inside `loss_on_parts`.
 _ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
@@ -47,9 +47,25 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"FSDP(expert={config.expert}) cannot be combined with Plan(local=...): experts are "
             f"shared by ranks. Remove one of them."
         )
+    if plan.local is not None and ctx.world_size > 1:
+        problems += _local_problems(ctx, config, type(plan.local).__name__)
     if config.expert is not None and not problems:
         problems += expert_problems(ctx, config, module, shard_size(ctx, config))
     return tuple(problems)
+
+
+def _local_problems(ctx: DistContext, config: FSDP, name: str) -> list[str]:
+    ranks, shard = ctx.axis("data").world_size, ctx.mesh.shard
+    if ranks < ctx.world_size:
+        return []  # refused under every strategy
+    if config.mode != "none" and shard not in (1, ranks) and config.shard in (None, shard):
+        return []
+    return [
+        f"Plan(local={name}(...)) with FSDP averages over the mesh's replicate axis, and "
+        f"shards each replica over its shard axis; both need several ranks, but the mesh has "
+        f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
+        f"shard=...)) or fxtrain launch --mesh shard=..., or DDP()."
+    ]
 
 
 def sharding_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:
@@ -247,10 +263,30 @@ def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
         return step_functions.forward(inner, args, {"synced_gpus": True, **kwargs})
 
 
+def raises_parameters(plan: Plan) -> bool:
+    """Whether forward computes in another dtype than parameters have, by plan or by config."""
+    return plan.precision.compute != "fp32" or plan.strategy.param_dtype in ("bf16", "fp16")
+
+
+def shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    """Over how many ranks a config splits parameters, and over how many optimizer states."""
+    config: FSDP = plan.strategy
+    if config.mode == "none":
+        return 1, 1
+    data = mesh.replicate * mesh.shard * mesh.context
+    size = config.shard or (mesh.shard * mesh.context if mesh.shard > 1 else data)
+    return size, size
+
+
 FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
     config=FSDP,
+    raises_parameters=raises_parameters,
+    shards=shards,
+    one_rank=False,
+    waits_in_forward=True,
+    gathers_weights=True,
     full_parameters=False,
     splits_quantized=True,
     updates_on_host=False,

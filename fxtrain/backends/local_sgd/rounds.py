@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
 
 # Among the fragments, the key of floating-point buffers. They have the weights of the last one,
@@ -337,19 +337,16 @@ def _outer_step(
     anchor, momentum = parts_of(now.anchor, names), parts_of(now.momentum, names)
     if not anchor:
         return []
-    torch._foreach_mul_(momentum, local.outer_momentum)
-    torch._foreach_add_(momentum, moved)
-    if local.nesterov:
-        moved = list(torch._foreach_add(moved, momentum, alpha=local.outer_momentum))
-    else:
-        moved = momentum
-    torch._foreach_add_(anchor, moved, alpha=local.outer_lr)
+    for start, average, change in zip(anchor, momentum, moved, strict=True):
+        average.mul_(local.outer_momentum).add_(change)
+        step = change.add(average, alpha=local.outer_momentum) if local.nesterov else average
+        start.add_(step, alpha=local.outer_lr)
     return anchor
 
 
 def parts_of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     """The local part of each tensor."""
-    return [getattr(tensors[name], "_local_tensor", tensors[name]) for name in names]
+    return [local_values(tensors[name]) for name in names]
 
 
 def _accumulation_copy(tensor: Tensor) -> Tensor:

@@ -33,8 +33,6 @@ from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import (
-    DDP,
-    FSDP,
     Batch,
     Comm,
     DiLoCo,
@@ -45,7 +43,6 @@ from fxtrain.state import (
     Plan,
     Position,
     Round,
-    Single,
     StateReader,
     Strategy,
     TensorIndex,
@@ -62,44 +59,22 @@ _RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint
 _FRAGMENTS = "fragments"  # names of their parameters
 
 
-def local_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
-    """Why replicas cannot train independently under a plan."""
-    local, config = plan.local, plan.strategy
-    if local is None or ctx.world_size == 1:
+def local_problems(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """Why replicas cannot train independently under a plan, whatever the strategy's settings."""
+    if plan.local is None or ctx.world_size == 1:
         return ()
-    name = type(local).__name__
-    if not isinstance(config, DDP | FSDP | Single):
+    name = type(plan.local).__name__
+    if strategy.average is None:
         return (
-            f"Plan(local={name}(...)) trains replicas independently, but {type(config).__name__} "
-            f"does not support that. Use DDP(), or FSDP(shard=...).",
+            f"Plan(local={name}(...)) trains replicas independently, but {strategy.name} does not "
+            f"support that. Use DDP(), or FSDP(shard=...).",
         )
-    problems = [
+    return tuple(
         f"Plan(local={name}(...)) averages over the data axis, but the mesh has {axis}={n}. "
         f"Omit that axis from fx.Mesh(...)."
         for axis, n in ctx.mesh.sizes.items()
         if n > 1 and axis not in ("replicate", "shard")
-    ]
-    if isinstance(config, DDP) and config.shard_optimizer:
-        problems.append(
-            f"Plan(local={name}(...)) gives each replica its own optimizer, but "
-            f"DDP(shard_optimizer=True) shares one. Remove one of them."
-        )
-    if isinstance(config, FSDP):
-        problems += _fsdp_problems(ctx, config, name)
-    return tuple(problems)
-
-
-def _fsdp_problems(ctx: DistContext, config: FSDP, name: str) -> list[str]:
-    problems: list[str] = []
-    ranks, shard = ctx.axis("data").world_size, ctx.mesh.shard
-    if config.mode == "none" or shard in (1, ranks) or config.shard not in (None, shard):
-        problems.append(
-            f"Plan(local={name}(...)) with FSDP averages over the mesh's replicate axis, and "
-            f"shards each replica over its shard axis; both need several ranks, but the mesh has "
-            f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
-            f"shard=...)) or fxtrain launch --mesh shard=..., or DDP()."
-        )
-    return problems
+    )
 
 
 def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
@@ -264,7 +239,8 @@ def average_replicas(model: Wrapped, position: Position | None) -> None:
         # A window still open where the data ends belongs to the round of its update.
         now.rows.add_(now.open_rows)
         now.weight.add_(now.open_weight)
-        torch._foreach_zero_([now.open_rows, now.open_weight])
+        now.open_rows.zero_()
+        now.open_weight.zero_()
     everything = position is None or position.is_last
     update = 0 if position is None else position.updates
     due = [n for n, exchange in now.under_way.items() if everything or exchange.due <= update]

@@ -36,7 +36,7 @@ from fxtrain.backends.pipeline.weights import (
 )
 from fxtrain.backends.tensor import split_layers
 from fxtrain.errors import StepError
-from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.ops.whole_tensors import is_sharded, local_part
 from fxtrain.state import FSDP, PP, DistContext, Plan
 
 
@@ -267,7 +267,7 @@ def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
 
 
 def _fake_parameter(like: nn.Parameter, dtype: torch.dtype, mode: OwnFakes) -> nn.Parameter:
-    local: Any = getattr(like, "_local_tensor", like)
+    local: Any = local_part(like)
     with mode:
         fake: Any = torch.empty(local.shape, dtype=dtype, device=local.device)
     if isinstance(like, DTensor):

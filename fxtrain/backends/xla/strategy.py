@@ -283,10 +283,18 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 
+def _raises_parameters(plan: Plan) -> bool:
+    return SINGLE.raises_parameters(plan) and not plan.strategy.downcast
+
+
 XLA_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="XLA",
     config=XLA,
+    raises_parameters=_raises_parameters,
+    one_rank=False,
+    waits_in_forward=True,
+    grads_in_module=False,
     full_parameters=False,
     converts_layers=False,
     updates_on_host=False,
