@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fxtrain.errors import CollectiveError, DataError
-from fxtrain.ops.transport.exchange import EMPTY, exchange_payloads, rank_loss_guard
+from fxtrain.ops.transport.exchange import EMPTY, rank_loss_guard, send_payload
 from fxtrain.ops.transport.mismatches import check_source_rank
 from fxtrain.ops.transport.packing import is_array
 from fxtrain.ops.transport.pickled import (
@@ -118,6 +118,35 @@ def select(value: Any, places: list[int]) -> Any:
     return tuple(taken) if isinstance(value, tuple) else taken
 
 
+def shard_box(
+    shape: Sequence[int], sizes: Sequence[int], place: Sequence[int], placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of the part of a DTensor that a rank holds.
+
+    Args:
+        shape: Of the whole tensor.
+        sizes: Of the axes of its mesh.
+        place: The rank's coordinate on each axis.
+        placements: How each axis holds the tensor.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> shard_box((5, 2), (2, 4), (1, 1), (Replicate(), Shard(0)))
+        ((2, 0), (2, 2))
+    """
+    start, part = [0] * len(shape), list(shape)
+    axes = list(enumerate(placements))
+    if any(hasattr(how, "split_factor") for how in placements):
+        axes.reverse()  # a strided shard is a part of what later axes have split before
+    for axis, how in axes:
+        dim = getattr(how, "dim", None)
+        if dim is not None:
+            size = -(-part[dim] // sizes[axis])
+            first = min(place[axis] * size, part[dim])
+            start[dim], part[dim] = start[dim] + first, min(size, part[dim] - first)
+    return tuple(start), tuple(part)
+
+
 def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
     """One of the chunks that `torch.chunk` makes, as a view, without the others.
 
@@ -180,7 +209,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
             )
         sure = all(map(unpickles_anywhere, blobs))
         note = dump(problem or ([blob.numel() for blob in blobs], sure), ctx)
-    (received,) = unpickle_all("scatter", {src: exchange_payloads(ctx, call, note)[src]}, ctx)
+    (received,) = unpickle_all("scatter", {src: send_payload(ctx, call, note, src)}, ctx)
     if isinstance(received, str):
         raise CollectiveError(f"scatter: rank {src} passed {received}")
     sizes, sure = received
