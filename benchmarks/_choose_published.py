@@ -36,6 +36,12 @@ _TITAN = attrs.evolve(
     efficiency=_H100.efficiency * _CLOCK,
     attention_efficiency=_H100.attention_efficiency * _CLOCK,
 )
+# fxtrain's pipelines take no fp8: their products have its rate here, and no casts.
+_TITAN_STAGES = attrs.evolve(
+    _TITAN,
+    flops={**_TITAN.flops, "bf16": _TITAN.flops["fp8"]},
+    attention_efficiency=_TITAN.attention_efficiency / 2,  # of attention, which stays in bf16
+)
 _DEVICES = {
     "torchtitan": _TITAN,
     "torchtitan-h200": fx.state.read_device("H200"),
@@ -182,7 +188,7 @@ def _titan(
         sharded = fx.PP(stages=sharded, schedule=schedule, microbatches=pipeline)
     plan = fx.Plan(
         strategy=sharded,
-        precision="fp8" if fp8 else "bf16",
+        precision="fp8" if fp8 and pipeline == 1 else "bf16",
         recompute="LlamaBlock",
         # torchtitan's selective recomputation keeps every second matrix product.
         recompute_every=1 if full else 2,
@@ -203,7 +209,8 @@ def _megatron(
 ) -> Row:  # fmt: skip
     copies = gpus // (tensor * pipeline)
     rows = 4 if pipeline == 1 else 2 if pipeline <= 8 else 1
-    split = fx.TP(styles=_STYLES, loss=True) if tensor > 1 else None
+    styles = tuple(style for style in _STYLES if not style.modules.endswith("gate"))
+    split = fx.TP(styles=styles, loss=True) if tensor > 1 else None
     strategy: Any = fx.FSDP(mode="none", tensor=split) if split else fx.DDP()
     windows = batch // copies // rows
     if pipeline > 1:
@@ -280,7 +287,7 @@ def _dry_run(row: Row, plan: fx.Plan, rows: int) -> fx.state.DryRun:
 
 def estimate(row: Row) -> tuple[StepCost, int]:
     """The time of an update, and the peak of a step with few micro-batches."""
-    device = _DEVICES[row.table]
+    device = _TITAN_STAGES if row.table == "torchtitan" and row.stages > 1 else _DEVICES[row.table]
     counts = sorted({min(row.windows, max(1, row.stages) * few) for few in (1, 2)})
     costs: list[StepCost] = []
     peak = 0
@@ -299,9 +306,9 @@ def estimate(row: Row) -> tuple[StepCost, int]:
     more = (row.windows - counts[0]) / (counts[1] - counts[0])
     first, second = map(attrs.astuple, costs)
     names = [field.name for field in attrs.fields(StepCost)]
-    return StepCost(**{
-        name: a + more * (b - a) for name, a, b in zip(names, first, second, strict=True)
-    }), peak  # fmt: skip
+    every = {name: a + more * (b - a) for name, a, b in zip(names, first, second, strict=True)}
+    # A bubble lasts as long with many micro-batches as with few.
+    return StepCost(**{**every, "bubble_s": costs[1].bubble_s}), peak
 
 
 def throughput(row: Row, seconds: float) -> float:

@@ -75,7 +75,7 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
     compiled = plan.compile is not None
     parts = {"compute": 0.0, "memory": 0.0}
     phases = {"forward": 0.0, "backward": 0.0, "update": 0.0}
-    launches = 0.0
+    launches = dict.fromkeys(phases, 0.0)
     for operator in run.operators:
         fused = compiled and not operator.flops and operator.phase != "update"
         scale = operator.count * (_FUSED if fused else 1.0)
@@ -85,16 +85,19 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
         parts["compute" if compute > memory else "memory"] += scale * max(compute, memory)
         # On a GPU, an optimizer updates many tensors with one launch.
         if operator.phase != "update" or device.type == "cpu":
-            launches += scale * device.launch_s
-    busy = sum(phases.values())
-    launch = launches if device.type == "cpu" else max(0.0, launches - busy)
+            launches[operator.phase] += scale * device.launch_s
+    launch = 0.0
+    for phase, busy_s in phases.items():
+        more = launches[phase] if device.type == "cpu" else max(0.0, launches[phase] - busy_s)
+        launch += more
+        phases[phase] += more
     hidden, exposed = _links(run, plan, device, phases)
     if offload:
         # To the device for forward and for backward; gradients to the host.
         copied = run.memory.parameters * (2 * plan.accumulate + 1)
         exposed += copied / (device.host_bandwidth * device.bandwidth_efficiency)
     bubble = bubble_share(strategy, run.mesh.pipeline) * (
-        phases["forward"] + phases["backward"] + launch + exposed
+        phases["forward"] + phases["backward"] + exposed
     )
     return StepCost(
         compute_s=parts["compute"],
@@ -136,6 +139,8 @@ def _links(
         # DDP reduces a bucket while backward computes the next one, in the last micro-batch.
         kinds = {"all_reduce"}
         window = phases["backward"] / (1 if plan.sync_each else plan.accumulate)
+    elif isinstance(strategy, PP):
+        kinds = {"all_reduce"}  # after the schedule, once: not a part of its bubbles
     total = first = exposed = 0.0
     for row in run.step:
         seconds = row.count * collective_s(row, run, device)

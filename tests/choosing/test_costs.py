@@ -174,6 +174,15 @@ def test_a_bubble_is_a_share_of_forward_and_backward():
     assert cost.seconds == pytest.approx(4)
 
 
+def test_a_bubble_does_not_grow_with_the_reduction_of_gradients():
+    mesh = fx.Mesh(replicate=4, pipeline=2)
+    row = _traffic("all_reduce", 10**8)
+    run = _run(_operator(flops=10**12), step=(row,), mesh=mesh, world=8)
+    cost = step_cost(run, fx.Plan(strategy=fx.PP(microbatches=2)), ZERO)
+    assert cost.bubble_s == pytest.approx(1 / 2)
+    assert cost.exposed_links_s == pytest.approx(2 * 3 / 4 * 1e8 / ZERO.link_bandwidth)
+
+
 @given(
     axis=st.sampled_from(["replicate", "data", "world", "tensor", "2 ranks"]),
     kind=st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]),
