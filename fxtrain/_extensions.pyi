@@ -13,7 +13,7 @@ from fxtrain.backends.local_sgd.strategy import independent_replicas as independ
 from fxtrain.backends.local_sgd.strategy import local_problems as local_problems
 from fxtrain.backends.local_sgd.strategy import weighted_mean as weighted_mean
 from fxtrain.backends.muon import divide_muon as divide_muon
-from fxtrain.backends.muon import matrices_named as matrices_named
+from fxtrain.backends.muon import not_matrices as not_matrices
 from fxtrain.backends.xla import xla_runtime as xla_runtime
 from fxtrain.cli.questions import MachineFacts as MachineFacts
 from fxtrain.cli.questions import detect_machine as detect_machine
