@@ -48,15 +48,12 @@ from fxtrain.meters import memory as memory
 from fxtrain.meters import peak_of_model as peak_of_model
 from fxtrain.models.merging import merge as merge
 from fxtrain.models.merging import saved_weights as saved_weights
-from fxtrain.models.quantized_loading import put_stored_layers as put_stored_layers
-from fxtrain.models.tensor_sources import open_source as open_source
 from fxtrain.precision.packed_states import has_packed_states as has_packed_states
 from fxtrain.precision.packed_states import is_packed as is_packed
 from fxtrain.precision.packed_states import pack_value as pack_value
 from fxtrain.precision.packed_states import shard_problem as shard_problem
 from fxtrain.precision.packed_states import step_without_cache as step_without_cache
 from fxtrain.precision.packed_states import unpack_value as unpack_value
-from fxtrain.precision.quantizing import allocate as allocate
 from fxtrain.precision.quantizing import companions as companions
 from fxtrain.precision.quantizing import gradient_problem as gradient_problem
 from fxtrain.precision.quantizing import hold_as_parameters as hold_as_parameters

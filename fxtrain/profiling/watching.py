@@ -359,7 +359,7 @@ class MemoryLog:
             self._sizes[number] = size
 
 
-def _storages(tensor: Tensor) -> set[torch.UntypedStorage]:
+def _storages(tensor: Any) -> set[torch.UntypedStorage]:
     """The storages of a tensor, or of the tensors that it wraps at any depth."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return {tensor.untyped_storage()}

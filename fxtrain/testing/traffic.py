@@ -112,5 +112,6 @@ class _Listener(TorchDispatchMode):
 
 def wraps_tensors(kind: type) -> bool:
     """Whether tensors of a class pass operators to tensors that they wrap, as DTensor does."""
-    plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    base: Any = torch.Tensor
+    plain = kind.__torch_dispatch__ is base.__torch_dispatch__
     return not plain and not issubclass(kind, FakeTensor)

@@ -18,6 +18,7 @@ from fxtrain.errors import CheckpointError
 from fxtrain.ops.optimizer_settings import flattened, with_option
 from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import StateReader, Wrapped
+from fxtrain.state.keys import optimizer_key
 
 _OF_TORCH = ("state", "param_groups")
 
@@ -124,7 +125,7 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
     names = parameter_names(model.module)
     taken = {_data_pointer(tensor) for tensor in kept}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, states, strict=True)):
-        prefix = f"optimizer.{index}"
+        prefix = optimizer_key(index)
         whole = {**values, "state": _states(values["state"], prefix, saved)}
         _load_optimizer(optimizer, whole, prefix, names, saved, taken)
     load_schedulers(model, saved)

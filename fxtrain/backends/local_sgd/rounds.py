@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
+from fxtrain.state.keys import ROUND
 
 # Among the fragments, the key of floating-point buffers. They have the weights of the last one,
 # which this is the index of as well.
@@ -243,16 +244,16 @@ def first_round(
 
 def outer_state(now: Round) -> dict[str, Tensor]:
     """What is equal on all replicas, by its names in a checkpoint."""
-    anchor = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
-    return anchor | {f"round.momentum.{name}": value for name, value in now.momentum.items()}
+    anchor = {ROUND.key(f"anchor.{name}"): value for name, value in now.anchor.items()}
+    return anchor | {ROUND.key(f"momentum.{name}"): value for name, value in now.momentum.items()}
 
 
 def load_outer_state(now: Round, saved: StateReader) -> None:
     """Restore what is equal on all replicas; from the current parameters if none was saved."""
     for name, value in now.anchor.items():
-        if f"round.anchor.{name}" in saved.shapes:
-            saved.fill(f"round.anchor.{name}", value)
-            saved.fill(f"round.momentum.{name}", now.momentum[name])
+        if ROUND.key(f"anchor.{name}") in saved.shapes:
+            saved.fill(ROUND.key(f"anchor.{name}"), value)
+            saved.fill(ROUND.key(f"momentum.{name}"), now.momentum[name])
         else:
             value.copy_(now.parameters[name].detach())
             now.momentum[name].zero_()

@@ -5,6 +5,7 @@ so that a round of one update of plain SGD equals one update on all rows.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
 )
+from fxtrain.state.keys import GRADIENTS, ROUND, WEIGHTS, optimizer_key
 from fxtrain.state.strategy_configs import fragments_due
 
 _WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
@@ -148,7 +150,7 @@ def _state(inner: Strategy, model: Wrapped) -> ModelState:
     """Every tensor and every optimizer differs between replicas."""
     state, now = inner.state(model), _round(model)
     optimizers = {
-        f"optimizer.{index}.state": values_as_bytes(values["state"], f"optimizer.{index}")
+        optimizer_key(index, "state"): values_as_bytes(values["state"], optimizer_key(index))
         for index, values in enumerate(state.values["optimizers"])
     }
     return attrs.evolve(
@@ -182,8 +184,8 @@ def _of_this_replica(saved: StateReader) -> StateReader:
 
     def fill(name: str, tensor: Any) -> None:
         saved.fill(name, tensor)
-        if name.startswith("grad."):  # the mean; `load_window` reads what is this rank's own
-            return
+        if GRADIENTS.name(name) is not None:
+            return  # the mean; `load_window` reads what is this rank's own
         if (own := saved.own(name, saved.rank)) is not None:
             local_values(tensor).copy_(own)
 
@@ -193,7 +195,7 @@ def _of_this_replica(saved: StateReader) -> StateReader:
     states: dict[str, Any] = {}
     optimizers: list[Any] = []
     for index, optimizer in enumerate(saved.values["optimizers"]):
-        name = f"optimizer.{index}.state"
+        name = optimizer_key(index, "state")
         if (raw := saved.own(name, saved.rank)) is not None:
             states[name] = values_from_bytes(raw)
         optimizers.append({**optimizer, "state": states.get(name, optimizer["state"])})
@@ -334,11 +336,11 @@ def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, key: int) -> N
 
 def _accounts(now: Round) -> dict[str, Tensor]:
     return {
-        "round.rows": now.rows,
-        "round.weight": now.weight,
-        "round.open_rows": now.open_rows,
-        "round.open_weight": now.open_weight,
-        **{f"round.residual.{name}": value for name, value in now.residual.items()},
+        ROUND.key("rows"): now.rows,
+        ROUND.key("weight"): now.weight,
+        ROUND.key("open_rows"): now.open_rows,
+        ROUND.key("open_weight"): now.open_weight,
+        **{ROUND.key(f"residual.{name}"): value for name, value in now.residual.items()},
     }
 
 
@@ -360,21 +362,24 @@ def _load_round(model: Wrapped, now: Round, saved: StateReader, *, resumes: bool
 def _under_way(now: Round) -> dict[str, Tensor]:
     """What a checkpoint has of the exchanges that are under way."""
     tensors = {
-        f"round.sent.{fragment}.{number}": flat
+        ROUND.key(f"sent.{fragment}.{number}"): flat
         for fragment, exchange in now.under_way.items()
         for number, flat in enumerate(exchange.sent)
     }
     due = [[fragment, exchange.due] for fragment, exchange in now.under_way.items()]
     if due:
-        tensors["round.due"] = torch.tensor(due, device="cpu")
+        tensors[ROUND.key("due")] = torch.tensor(due, device="cpu")
     return tensors
 
 
 def _resume_exchanges(model: Wrapped, now: Round, saved: StateReader) -> None:
-    due = saved.own("round.due", saved.rank)
+    due = saved.own(ROUND.key("due"), saved.rank)
     for fragment, update in [] if due is None else due.tolist():
         sent: list[Tensor] = []
-        while (flat := saved.own(f"round.sent.{fragment}.{len(sent)}", saved.rank)) is not None:
+        for number in itertools.count():
+            flat = saved.own(ROUND.key(f"sent.{fragment}.{number}"), saved.rank)
+            if flat is None:
+                break
             sent.append(flat.to(now.copies.device))
         group = _delayed_group(model, now)
         exchange = PendingMean(due=update, sent=sent)
@@ -390,7 +395,7 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
     if size is None or saved.own(name, 0) is None:
         return None
     fragments = saved.values.get(_FRAGMENTS, [])
-    short = name.removeprefix("module.")
+    short = WEIGHTS.name(name)
     fragment = next((n for n, names in enumerate(fragments) if short in names), 0)
     total, weights = 0.0, 0.0
     for first in range(0, saved.ranks, size):
@@ -407,8 +412,8 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
 
 def _saved_weight(saved: StateReader, ranks: range, fragment: int) -> float:
     """The weight of a replica that was saved by some ranks, for a fragment."""
-    rows = saved.own("round.rows", ranks[0])
-    weights = [saved.own("round.weight", rank) for rank in ranks]
+    rows = saved.own(ROUND.key("rows"), ranks[0])
+    weights = [saved.own(ROUND.key("weight"), rank) for rank in ranks]
     assert rows is not None  # every rank of such a checkpoint has saved them
     weight = torch.stack(
         [tensor.reshape(-1)[fragment] for tensor in weights if tensor is not None]
