@@ -15,6 +15,8 @@ from fxtrain._other_names import closest, field_hint, value_hint
 from fxtrain.errors import FxError, PlanError
 
 T = TypeVar("T")
+# Metadata of a field that names classes, modules or tensors of the user's model, or its files.
+OF_MODEL = types.MappingProxyType({"of_model": True})
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
 _MAX_SHOWN = 200  # characters of a value

@@ -27,10 +27,10 @@ from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.profiling import place, read_bytes
-from fxtrain.state import DDP, DeepSpeed, Device, DistContext, Mesh, Plan, Wrapped, read_device
-from fxtrain.state.context import check_connected
-from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_config
+from fxtrain.state import DDP, Device, DistContext, Mesh, Plan, Wrapped, read_device
+from fxtrain.state.context import check_connected, simulated
 from fxtrain.state.mesh import resolve_mesh
+from fxtrain.state.registry import registered
 
 __all__ = [
     "Choice",
@@ -168,12 +168,9 @@ def predict_batch_size(
     """
     _check("predict_batch_size", start, shrink)
     memory = read_bytes(device_memory) or 0
-    plan = Plan() if plan is None else plan
-    _check_takes("predict_batch_size", "train", train, DistContext(), start, plan)
-    if isinstance(plan.strategy, DeepSpeed):
-        data = read_config(plan.strategy)
-        axes = resolve_mesh(Mesh() if mesh is None else mesh, world)
-        plan = fill_from_config(plan, data, axes.replicate * axes.shard)
+    _check_takes("predict_batch_size", "train", train, DistContext(), start, Plan())
+    axes = resolve_mesh(Mesh() if mesh is None else mesh, world)
+    plan = plan_for("predict_batch_size", simulated(DistContext(world_size=world, mesh=axes)), plan)
     for size, candidate in _candidates(start, plan, shrink):
         short = min(candidate.accumulate, SHORT)  # longer updates need no more memory
         run = run_function(
@@ -306,12 +303,8 @@ def _check_takes(call: str, name: str, fn: Callable[..., object], *args: Any) ->
 def _candidates(start: int, plan: Plan, shrink: float) -> Iterator[tuple[int, Plan]]:
     """Batch sizes downwards, each with the plan that keeps the rows of an update."""
     rows, size = start * plan.accumulate, start
-    if isinstance(plan.strategy, DeepSpeed):
-        data = read_config(plan.strategy)
-        left = {name: "auto" for name in WINDOW_ENTRIES if name in data}
-        config = {**data, **left} or None
-        strategy = attrs.evolve(plan.strategy, config=config, micro_batch=None)
-        plan = attrs.evolve(plan, strategy=strategy)
+    strategy = registered(type(plan.strategy))
+    plan = plan if strategy is None else strategy.without_batch(plan)
     while size:
         yield size, attrs.evolve(plan, accumulate=rows // size)
         most = int(size * shrink)

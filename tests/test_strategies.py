@@ -11,11 +11,12 @@ import torch
 
 import fxtrain as fx
 from fxtrain.backends import built_in, strategies
+from fxtrain.backends.wrapping import problems_of
 from fxtrain.launchers.config import launch_config
 from fxtrain.state import structure, unsupported
 from fxtrain.state.plan import StrategyKind
 from fxtrain.state.registry import BUILT_IN, kind_of
-from fxtrain.testing import LAWS, Cluster
+from fxtrain.testing import LAWS, Cluster, fake_world
 from tests._errors import raises_code
 
 
@@ -194,6 +195,104 @@ def test_the_laws_hold_a_third_partys_row(tmp_path, monkeypatch):
             LAWS[0](ranks, fx.Plan(strategy=Mine(forgets=True)))
     finally:
         ranks.close()
+
+
+# Of each strategy, an entry under a config of its own with the same fields.
+EVOLVED = """
+from typing import Literal
+
+import attrs
+
+import fxtrain as fx
+from fxtrain.backends import built_in
+
+
+def _own(config):
+    kind = f"own_{config.__name__.lower()}"
+    fields = {
+        field.name: attrs.field(
+            default=field.default,
+            converter=field.converter,
+            metadata=field.metadata,
+            type=field.type,
+        )
+        for field in attrs.fields(config)
+        if field.init
+    }
+    fields["kind"] = attrs.field(default=kind, init=False, type=Literal[kind])
+    name = f"Own{config.__name__}"
+    made = attrs.make_class(name, fields, frozen=True, kw_only=True, class_body={
+        "__module__": __name__
+    })
+    return attrs.evolve(built_in(config), name=name, config=made)
+
+
+SINGLE, DDP, FSDP, PP, OFFLOAD = map(_own, (fx.Single, fx.DDP, fx.FSDP, fx.PP, fx.Offload))
+OwnSingle, OwnDDP, OwnFSDP, OwnPP, OwnOffload = (
+    entry.config for entry in (SINGLE, DDP, FSDP, PP, OFFLOAD)
+)
+"""
+RESIDENT = fx.state.Placement(units=(fx.state.Unit(name="", device="cpu"),))
+# Its fields, the ranks and the mesh on which it is held to the laws.
+OWN = {
+    "OwnSingle": ({}, 1, None),
+    "OwnDDP": ({"bucket_mib": 0.001}, 2, None),
+    "OwnFSDP": ({}, 2, None),
+    "OwnPP": ({"microbatches": 2}, 2, fx.Mesh(pipeline=2)),
+    "OwnOffload": ({"placement": RESIDENT}, 2, None),
+}
+
+
+@pytest.fixture
+def evolved(tmp_path, monkeypatch):
+    """The module of the evolved entries, in an installed package, and pools that know it."""
+    names = ("SINGLE", "DDP", "FSDP", "PP", "OFFLOAD")
+    entries = "\n".join(f"{name.lower()} = evolved_entries:{name}" for name in names)
+    (tmp_path / "evolved_entries.py").write_text(EVOLVED)
+    (tmp_path / "evolved-0.1.dist-info").mkdir()
+    for name, text in META.items():
+        text = f"[fxtrain.strategies]\n{entries}\n" if name == "entry_points.txt" else text
+        (tmp_path / "evolved-0.1.dist-info" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return importlib.import_module("evolved_entries")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_an_entry_under_a_config_of_its_own_passes_every_law(evolved, name):
+    """So no code outside the entry looks at the type of its config."""
+    fields, count, mesh = OWN[name]
+    plan = fx.Plan(strategy=getattr(evolved, name)(**fields))
+    ranks = Cluster(count)
+    try:
+        for law in LAWS:
+            law(ranks, plan, mesh)
+    finally:
+        ranks.close()
+
+
+OWN_PLANS = {
+    "local": {"local": fx.LocalSGD(every=2)},
+    "verify": {"verify_replicas": 1},
+    "context": {"context": fx.CP()},
+    "frozen": {"frozen": "digests"},
+}
+
+
+def test_an_entry_under_a_config_of_its_own_has_the_problems_of_its_origin(evolved):
+    for own in (evolved.SINGLE, evolved.DDP, evolved.FSDP, evolved.PP, evolved.OFFLOAD):
+        config = getattr(fx, own.name.removeprefix("Own"))
+        for fields in OWN_PLANS.values():
+            found = [
+                _refused(attrs.evolve(entry, name="it"), fx.Plan(strategy=entry.config(), **fields))
+                for entry in (built_in(config), own)
+            ]
+            assert found[0] == found[1], (own.name, fields)
+
+
+def _refused(entry, plan):
+    with fake_world(4, mesh=fx.Mesh(shard=2)) as ctx:
+        return problems_of(entry, ctx, plan, torch.nn.Linear(2, 1))
 
 
 def test_every_send_of_a_forward_only_pipeline_has_a_wait(monkeypatch):

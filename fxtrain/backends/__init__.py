@@ -2,6 +2,7 @@
 
 from fxtrain.backends.core.optimizers import Params
 from fxtrain.backends.whole_weights import gathered, weights
-from fxtrain.backends.wrapping import built_in, strategies, unwrap, wrap
+from fxtrain.backends.wrapping import unwrap, wrap
+from fxtrain.state.registry import built_in, strategies
 
 __all__ = ["Params", "built_in", "gathered", "strategies", "unwrap", "weights", "wrap"]

@@ -16,10 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from fxtrain.backends.context.split_sequences import sequence_problems
+from fxtrain import _extensions
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.gradient_buckets import Reduced, StableBucketsDDP
-from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
     model_values,
@@ -32,11 +31,11 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.errors import StepError
-from fxtrain.precision.quantizing import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,
     CommHook,
     DistContext,
+    Mesh,
     ModelState,
     Plan,
     StateReader,
@@ -57,7 +56,7 @@ _NAMED = 5  # how many names a message lists
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = [*xla_problems(ctx, "DDP"), *sequence_problems(ctx, plan, module)]
+    problems = [*xla_problems(ctx, "DDP"), *_extensions.sequence_problems(ctx, plan, module)]
     problems += unused_axes(ctx, "DDP", ("tensor", "pipeline"))
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
@@ -65,6 +64,11 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"DDP(static_graph=True) with accumulate={plan.accumulate} skips reductions, "
             f"and to torch that is a different graph. Set sync_each=True, or "
             f"static_graph=False."
+        )
+    if plan.local is not None and ctx.world_size > 1 and plan.strategy.shard_optimizer:
+        problems.append(
+            f"Plan(local={type(plan.local).__name__}(...)) gives each replica its own optimizer, "
+            f"but DDP(shard_optimizer=True) shares one. Remove one of them."
         )
     return tuple(problems)
 
@@ -98,21 +102,12 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
             f"{', '.join(scalars[:_NAMED])} cannot be: parameters without a dimension or values. "
             f"Give them shape (1,), or use fp16."
         )
-    if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
+    if hook.name == "batched_power_sgd":
         problems.append(
-            f"CommHook(name='batched_power_sgd'): this hook fails on every gradient in torch "
-            f"{torch.__version__}, because it passes a matrix to an orthogonalization that takes "
-            f"a batch of them. Use 'power_sgd'."
+            "CommHook(name='batched_power_sgd'): torch's hook fails on every gradient, because it "
+            "passes a matrix to an orthogonalization that takes a batch of them. Use 'power_sgd'."
         )
     return problems
-
-
-def _batched_power_sgd_works() -> bool:
-    try:
-        powerSGD_hook._orthogonalize(torch.eye(2, device="cpu"))
-    except AssertionError:
-        return False
-    return True
 
 
 def _wrap(
@@ -134,7 +129,7 @@ def _wrap(
     )
     if plan.local is not None or not any(p.requires_grad for p in module.parameters()):
         send_values(model_values(module), data)
-        return independent_replicas(plain)
+        return _extensions.independent_replicas(plain)
     return attrs.evolve(plain, engine=_replicate(module, ctx, data, plan.strategy))
 
 
@@ -203,9 +198,9 @@ def _replicate(
     buffers: dict[str, Any] = {
         "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
     }
-    send_values(quantized_tensors(module).values(), data)
+    send_values(_extensions.quantized_tensors(module).values(), data)
     # Hidden from torch's constructor, which would broadcast unknown classes.
-    hidden = [f"{name}.weight".lstrip(".") for name, _, _ in quantized_layers(module)]
+    hidden = [f"{name}.weight".lstrip(".") for name, _, _ in _extensions.quantized_layers(module)]
     ignored: Any = module
     if hidden:
         ignored._ddp_params_and_buffers_to_ignore = hidden
@@ -251,7 +246,6 @@ def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> 
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
         "power_sgd": powerSGD_hook.powerSGD_hook,
-        "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
     }[config.name]
     if config.wrapper == "fp16":
         hook = default_hooks.fp16_compress_wrapper(hook)
@@ -299,6 +293,11 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
         # The update overwrites parameters with those of the rank that computes them.
         verify_replicas(model, before_update=True)
     return step_functions.apply(model, update)
+
+
+def _shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    data = mesh.replicate * mesh.shard * mesh.context
+    return 1, data if plan.strategy.shard_optimizer else 1
 
 
 def _verify(model: Wrapped) -> None:
@@ -386,6 +385,8 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     config=DDP,
     check=_check,
     wrap=_wrap,
+    one_rank=False,
+    shards=_shards,
     sync=_sync,
     backward=_backward,
     apply=_apply,
@@ -393,6 +394,6 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     state=power_sgd_state,
     load_state=load_power_sgd,
     cuts_sequences=True,
-    average=average,
+    average=_extensions.average_replicas,
     verify=_verify,
 )

@@ -1,6 +1,5 @@
 """A model under a plan, by the strategy that carries it out, and the module again."""
 
-import importlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxtrain.backends.core.local_sgd import local_problems
+from fxtrain import _extensions
 from fxtrain.backends.core.module_changes import (
     accept_methods,
     model_signature,
@@ -27,8 +26,6 @@ from fxtrain.backends.core.optimizers import (
 )
 from fxtrain.backends.core.weights import raise_to_fp32
 from fxtrain.errors import MeshError, PlanError
-from fxtrain.models.quantized_loading import put_stored_layers
-from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.logs import log
 from fxtrain.ops.micro_batches import uses_cuda_graphs
 from fxtrain.ops.optimizer_settings import plain_settings, settings_of
@@ -37,30 +34,17 @@ from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.precision.quantizing import (
-    allocate,
-    gradient_problem,
-    is_quantized,
-    quantize_layers,
-    quantized_tensors,
-    sharding_problem,
-)
-from fxtrain.precision.recipe_layers import convert_layers, engine_region, recipe_targets
 from fxtrain.state import (
-    FSDP,
     TE,
-    DeepSpeed,
     DistContext,
     FromConfig,
-    Offload,
     Plan,
     Strategy,
     Wrapped,
 )
 from fxtrain.state.context import check_connected
-from fxtrain.state.deepspeed import is_enabled, read_config
 from fxtrain.state.mesh import resolve_mesh
-from fxtrain.state.registry import BUILT_IN, installed_strategies
+from fxtrain.state.registry import strategy_of
 from fxtrain.state.wrapped import check_open
 
 N = TypeVar("N", bound=nn.Module)
@@ -69,61 +53,6 @@ O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741
 
 class _WrappedModules(weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]]):
     """The handle of each module that was wrapped for a communicator, as its `slot`."""
-
-
-def built_in(config: type) -> Strategy:
-    """fxtrain's own strategy of a config.
-
-    Raises:
-        KeyError: it has none.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.backends import built_in
-        >>> built_in(fx.DDP).name
-        'DDP'
-    """
-    module, _, name = BUILT_IN[config].rpartition(".")
-    return getattr(importlib.import_module(f"fxtrain.backends.{module}"), name)
-
-
-def strategies() -> dict[type, Strategy]:
-    """Every strategy by its config type: fxtrain's own, then those of installed packages.
-
-    A package adds one with an entry point in the group `fxtrain.strategies` that loads a
-    `Strategy`. `fx.wrap(..., strategy=entry)` takes one without an entry point. A module that an
-    entry point names takes fxtrain's own from `built_in`, since this function imports it.
-
-    Effects:
-        Imports all of them.
-
-    Raises:
-        PlanError: an entry point does not load, loads something else, or loads a second strategy
-            for the same config.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.backends import strategies
-        >>> strategies()[fx.DDP].name
-        'DDP'
-    """
-    own = {config: built_in(config) for config in BUILT_IN}
-    return own | {strategy.config: strategy for strategy in installed_strategies()}
-
-
-def _strategy_of(plan: Plan) -> Strategy:
-    """The strategy that carries out a plan."""
-    config = type(plan.strategy)
-    if config in BUILT_IN:
-        return built_in(config)
-    installed = {strategy.config: strategy for strategy in installed_strategies()}
-    if config not in installed:
-        known = ", ".join(sorted(each.__name__ for each in (*BUILT_IN, *installed)))
-        raise PlanError(
-            f"Plan(strategy={plan.strategy!r}): no strategy is registered for {config.__name__}. "
-            f"Choose one of {known}, or install the package that provides it."
-        )
-    return installed[config]
 
 
 def wrap(
@@ -177,7 +106,7 @@ def wrap(
     """
     _check_types(model, ctx, plan, strategy)
     check_connected("wrap", ctx)
-    plan = plan_for("wrap", ctx, plan)
+    plan = plan_for("wrap", ctx, plan, strategy)
     _refuse_constants(plan, trains=optimizer is not None)
     if ctx.world_size > 1:
         arguments = {
@@ -187,21 +116,22 @@ def wrap(
             "strategy": "the plan's" if strategy is None else strategy.name,
         }
         check_same_plan("wrap", ctx, plan, arguments)
-    strategy = _strategy_of(plan) if strategy is None else strategy
+    strategy = strategy_of(plan.strategy) if strategy is None else strategy
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
-    if optimizer is not None and (problem := gradient_problem(model)) is not None:
+    if optimizer is not None and (problem := _extensions.gradient_problem(model)) is not None:
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
-    with _quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
+    with _quantized_as_planned(model, ctx, plan, strategy, trains=optimizer is not None):
         changes_since = record_module(model)
         dtypes = {
             plain_name(name): tensor.dtype
             for named in (model.named_parameters, model.named_buffers)
             for name, tensor in named(remove_duplicate=False)
         }
-        raises = optimizer is not None and not _keeps_masters(plan)
-        lower = raise_to_fp32(model, ctx, plan) if raises else lambda: None
+        keeps = optimizer is None or plan.precision.params == "keep"
+        raises = not keeps and strategy.raises_parameters(plan)
+        lower = raise_to_fp32(model, ctx) if raises else lambda: None
         try:
             accept_methods(model, plan)
             _convert_as_planned(model, ctx, plan)
@@ -275,13 +205,6 @@ def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any, undo: Callable[
             raise
 
 
-def _keeps_masters(plan: Plan) -> bool:
-    """Whether the strategy keeps parameters in fp32 beside those that compute."""
-    config = plan.strategy
-    engine = isinstance(config, DeepSpeed)
-    return engine and not is_enabled(read_config(config), "torch_autocast")
-
-
 def problems_of(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> tuple[str, ...]:
@@ -310,7 +233,7 @@ def problems_of(
         )
     problems += _quantized_problems(strategy, ctx, plan, module)
     problems += _recipe_problems(strategy, ctx, plan, module)
-    return (*problems, *local_problems(ctx, plan))
+    return (*problems, *_extensions.local_problems(strategy, ctx, plan))
 
 
 def _lazy_problems(module: nn.Module) -> tuple[str, ...]:
@@ -432,13 +355,16 @@ def _recipe_problems(
             f"{strategy.name} does not support precision='fp8', for which layers are converted "
             f"before they are wrapped. Use precision='bf16', or Single(), DDP() or FSDP()."
         )
-    if plan.quantize is not None or is_quantized(module):
+    if plan.quantize is not None or _extensions.is_quantized(module):
         problems.append(
             "Plan(precision='fp8'): quantized weights compute in their own format. Use "
             "precision='bf16', or the unquantized model."
         )
-    if getattr(recipe, "gather", "plan") == "fp8" and type(plan.strategy) is not FSDP:
-        problems.append("Float8(gather='fp8'): only FSDP gathers weights. Use gather='plan'.")
+    if getattr(recipe, "gather", "plan") == "fp8" and not strategy.gathers_weights:
+        problems.append(
+            f"Float8(gather='fp8'): {strategy.name} gathers no weights. Use gather='plan', or "
+            f"FSDP()."
+        )
     if isinstance(recipe, TE) and ctx.mesh.tensor > 1:
         problems.append(
             "TE(...): Transformer Engine splits layers over ranks by its own means, and not by "
@@ -446,7 +372,7 @@ def _recipe_problems(
         )
     if not problems:
         try:
-            recipe_targets(module, recipe)
+            _extensions.recipe_targets(module, recipe)
         except PlanError as error:
             problems.append(str(error))
     return problems
@@ -463,12 +389,12 @@ def _convert_as_planned(module: nn.Module, ctx: DistContext, plan: Plan) -> None
         return
     with fail_together(ctx):
         checked = not ctx.comm.simulated
-        convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
+        _extensions.convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
         if isinstance(recipe, TE):
             # In the library's region, with scales of all data ranks.
             data = ctx.axis("data")
             group = data.comm.group if data.world_size > 1 else None
-            module.forward = engine_region(module, recipe, group, module.forward)
+            module.forward = _extensions.engine_region(module, recipe, group, module.forward)
 
 
 def _quantized_problems(
@@ -481,11 +407,11 @@ def _quantized_problems(
             f"Plan(frozen='digests') needs full parameters, and {strategy.name} may hold parts of "
             f"them."
         )
-    if plan.quantize is None and not is_quantized(module):
+    if plan.quantize is None and not _extensions.is_quantized(module):
         return problems
-    quantized_tensors(module)  # raises for weights that bitsandbytes packed
+    _extensions.quantized_tensors(module)  # raises for weights that bitsandbytes packed
     split = strategy.splits_quantized and ctx.world_size > 1
-    if split and (problem := sharding_problem(module, plan.quantize)) is not None:
+    if split and (problem := _extensions.sharding_problem(module, plan.quantize)) is not None:
         problems.append(f"Quantized weights under {strategy.name}: {problem}.")
     if not (strategy.splits_quantized or strategy.full_parameters) or (
         split and ctx.mesh.tensor > 1
@@ -504,7 +430,7 @@ def _quantized_problems(
 
 @contextmanager
 def _quantized_as_planned(
-    module: nn.Module, ctx: DistContext, plan: Plan, *, trains: bool
+    module: nn.Module, ctx: DistContext, plan: Plan, strategy: Strategy, *, trains: bool
 ) -> Iterator[None]:
     """Around wrapping: quantize what the plan says, and undo that if wrapping fails.
 
@@ -515,21 +441,19 @@ def _quantized_as_planned(
         PlanError: as `quantize_layers`, on every rank.
         CheckpointError: the quantized layers of the files do not fit the model, on every rank.
     """
-    config = plan.strategy
-    if plan.quantize is None and not isinstance(config, Offload):
+    if plan.quantize is None and strategy.take_layers is None:
         yield
         return
     with ExitStack() as undo:
         with fail_together(ctx):
             if plan.quantize is not None:
                 # Shards move to the device one unit at a time; the whole model may not fit there.
-                split = isinstance(config, FSDP) and ctx.world_size > 1
+                split = strategy.splits_quantized and ctx.world_size > 1
                 device = torch.device("cpu") if split else ctx.device
-                undo.callback(quantize_layers(module, plan.quantize, device, trains=trains))
-            if isinstance(config, Offload):
-                if config.source is not None and not is_quantized(module):
-                    with open_source(config.source) as source:
-                        undo.callback(put_stored_layers(config.source, source, module))
-                undo.callback(allocate(module, torch.device("cpu"), memory=False))
+                undo.callback(
+                    _extensions.quantize_layers(module, plan.quantize, device, trains=trains)
+                )
+            if strategy.take_layers is not None:
+                undo.callback(strategy.take_layers(module, plan))
         yield
         undo.pop_all()

@@ -19,7 +19,7 @@ import xxhash
 from fxtrain.checkpoint.folder_lock import Process, process_of
 from fxtrain.checkpoint.storage import MANIFEST
 from fxtrain.errors import CheckpointError
-from fxtrain.models.tensor_bytes import DTYPES
+from fxtrain.ops.tensor_bytes import DTYPES
 from fxtrain.state import Position
 from fxtrain.state.parsing import parse_json
 

@@ -21,7 +21,7 @@ from fxtrain.checkpoint.manifest import (
 from fxtrain.checkpoint.storage import Fill, Storage
 from fxtrain.checkpoint.write_plan import held_boxes
 from fxtrain.errors import CheckpointError
-from fxtrain.models.tensor_bytes import DTYPES, memory_of
+from fxtrain.ops.tensor_bytes import DTYPES, memory_of
 from fxtrain.state import FlatShard
 
 _BLOCK = 64 << 20  # bytes read at once when only some columns are needed

@@ -22,9 +22,9 @@ from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.verification import verify
 from fxtrain.errors import CheckpointError, FxError
-from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.optimizer_settings import plain_settings, use_script_settings
 from fxtrain.ops.same_errors import fail_together
+from fxtrain.ops.tensor_bytes import DTYPES
 from fxtrain.ops.transport.exchange import EMPTY
 from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import (

@@ -7,13 +7,13 @@ from typing import Any
 import attrs
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fxtrain.checkpoint.manifest import CHUNK, Box, DataFile, StoredBox, StoredTensor, digest_of
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import aligned_first, to_header
-from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
+from fxtrain.ops.safetensors_header import aligned_first, to_header
+from fxtrain.ops.splitting import shard_box
+from fxtrain.ops.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard
@@ -192,12 +192,12 @@ def held_boxes(tensor: Tensor | FlatShard) -> list[tuple[tuple[int, ...], Tensor
         return boxes
     if not isinstance(tensor, DTensor):
         return [((0,) * tensor.ndim, values)]
-    if tensor.device_mesh.get_coordinate() is None:
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
         return []
-    shape, start = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return [] if 0 in shape else [(tuple(start), values)]
+    start, shape = shard_box(tensor.shape, mesh.shape, place, tensor.placements)
+    return [] if 0 in shape else [(start, values)]
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:

@@ -1,33 +1,22 @@
 """Whether a launch and a plan would be accepted, without ranks and without the user's model."""
 
 import math
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.deepspeed.config import config_problems, resolve_deepspeed
-from fxtrain.backends.wrapping import problems_of, strategies
-from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
+from fxtrain.backends.wrapping import problems_of
+from fxtrain.errors import FxError, LaunchError, MissingPackageError
 from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.launchers.config import LaunchConfig
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.program import OWN_RANKS
-from fxtrain.state import (
-    FSDP,
-    PP,
-    TP,
-    XLA,
-    DeepSpeed,
-    DistContext,
-    Mesh,
-    Offload,
-    Plan,
-    Single,
-)
+from fxtrain.state import DistContext, Mesh, Plan
 from fxtrain.state.context import simulated
-from fxtrain.state.deepspeed import fill_from_config, read_config
 from fxtrain.state.mesh import resolve_mesh
+from fxtrain.state.registry import strategy_of
 
 _CHIPS = 4  # of a TPU host, where the mesh leaves it open
 _WIDTH = 256
@@ -61,7 +50,7 @@ def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
     asked = Mesh() if plan.mesh is None else plan.mesh
     count = spec.world_size
     if spec.launcher in OWN_RANKS or spec.min_nodes is not None:
-        alone = isinstance(plan.strategy, Single)
+        alone = strategy_of(plan.strategy).one_rank
         open_axis = -1 in asked.sizes.values() and not alone
         count = math.prod(size for size in asked.sizes.values() if size > 0)
         count *= (_CHIPS if tpu else 2 * spec.nodes) if open_axis else 1
@@ -80,45 +69,28 @@ def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
 
 def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     """What `fx.wrap` would refuse of a plan in a context, except for what depends on the model."""
-    entry = strategies().get(type(plan.strategy))
-    if entry is None:
-        raise PlanError(f"No strategy is registered for {type(plan.strategy).__name__}.")
-    if isinstance(plan.strategy, DeepSpeed):
-        ranks = ctx.axis("data").world_size
-        base = read_config(plan.strategy)
-        plan = fill_from_config(plan, base, ranks)
-        base = {name: base[name] for name in base if name not in ("optimizer", "scheduler")}
-        config = resolve_deepspeed(plan, base, ranks=ranks, partial=True)
-        if problems := config_problems(config, ranks):
-            return problems
-    config = plan.strategy.stages if isinstance(plan.strategy, PP) else plan.strategy
-    spread = config.expert if isinstance(config, FSDP) else None
-    model = stand_in(ctx.mesh, experts=(spread or 0) * ctx.world_size)
-    return problems_of(entry, ctx, without_names(plan), model)
+    strategy = strategy_of(plan.strategy)
+    if strategy.prepare is not None:
+        plan = strategy.prepare("wrap", ctx, plan)
+    plan = without_names(plan)
+    # Experts that any number of ranks can share evenly; not every plan takes a model that has some.
+    models = (stand_in(ctx.mesh), stand_in(ctx.mesh, experts=ctx.world_size**2))
+    return min((problems_of(strategy, ctx, plan, model) for model in models), key=len)
 
 
 def without_names(plan: Plan) -> Plan:
-    """A plan without names of classes, modules and tensors, which belong to the user's model."""
-    compiled = None if plan.compile is None else attrs.evolve(plan.compile, blocks=())
-    plan = attrs.evolve(plan, recompute=(), recompute_every=1, recompute_keep=(), compile=compiled)
-    if plan.context is not None:
-        plan = attrs.evolve(plan, context=attrs.evolve(plan.context, tables=()))
-    return attrs.evolve(plan, strategy=_nameless(plan.strategy))
+    """A plan without what names classes, modules and tensors of the user's model."""
+    return _nameless(plan)
 
 
-def _nameless(config: object) -> object:
-    if isinstance(config, FSDP):
-        tensor = None if config.tensor is None else TP(sequence=config.tensor.sequence)
-        names = {"wrap": (), "wrap_by": None, "min_params": None, "ignore": ()}
-        return attrs.evolve(config, **names, tensor=tensor)
-    if isinstance(config, PP):
-        stages = None if config.stages is None else _nameless(config.stages)
-        return attrs.evolve(config, stages=stages, split=(), shared=())
-    if isinstance(config, DeepSpeed):
-        return attrs.evolve(config, leaf_modules=())
-    if isinstance(config, XLA):
-        return attrs.evolve(config, blocks=())
-    return Offload() if isinstance(config, Offload) else config
+def _nameless(value: Any) -> Any:
+    """A record whose fields for parts of a model have their defaults, and those of its records."""
+    if not attrs.has(type(value)):
+        return value
+    fields = [field for field in attrs.fields(type(value)) if field.init]
+    kept = {field.name: _nameless(getattr(value, field.name)) for field in fields}
+    named = {field.name: field.default for field in fields if field.metadata.get("of_model")}
+    return attrs.evolve(value, **{**kept, **named})
 
 
 class _Experts(nn.Module):

@@ -19,7 +19,7 @@ from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.stepping import check_loss_function
 from fxtrain.ops.devices import as_scalar
 from fxtrain.ops.micro_batches import begin_graphs
-from fxtrain.state import PP, Batch, DistContext, Report, Weighted, Wrapped
+from fxtrain.state import Batch, DistContext, Report, Weighted, Wrapped
 from fxtrain.state.context import check_connected
 from fxtrain.state.wrapped import check_open
 
@@ -237,11 +237,11 @@ def evaluate(
     check_connected("evaluate", ctx)
     check_open(model, "evaluate")
     check_loss_function("evaluate(fn=...)", fn)
-    strategy = model.plan.strategy
-    if isinstance(strategy, PP) and strategy.outputs == "last" and ctx.mesh.pipeline > 1:
+    if ctx.mesh.pipeline > 1 and not model.strategy.outputs_everywhere(model.plan):
+        name = type(model.plan.strategy).__name__
         raise PlanError(
-            'evaluate: PP(outputs="last") gives outputs to the last stage only, and every rank '
-            'computes values from them. Use PP(outputs="all").'
+            f'evaluate: {name}(outputs="last") gives outputs to the last stage only, and every '
+            f'rank computes values from them. Use {name}(outputs="all").'
         )
     given: Any = {} if metrics is None else metrics
     single = not isinstance(given, Mapping)

@@ -6,7 +6,6 @@ from typing import Any, Generic, NoReturn
 
 import attrs
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
@@ -18,12 +17,10 @@ from fxtrain.ops.schedules import waiting_schedulers
 from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
-    DDP,
     Batch,
     DistContext,
     Position,
     Report,
-    Single,
     Weighted,
     WeightedLoss,
     Wrapped,
@@ -54,7 +51,9 @@ def _check_model(_: Any, __: Any, model: Any) -> None:
 def check_loss_function(call: str, function: Any) -> None:
     """Refuse what is not a function of (model, batch), such as `nn.CrossEntropyLoss()`."""
     kind = function if isinstance(function, type) else type(function)
-    if issubclass(kind, _Loss) or getattr(function, "__module__", "") == "torch.nn.functional":
+    # A module of torch's, or a class that extends one, and a function beside them.
+    of_torch = any(each.__module__ == "torch.nn.modules.loss" for each in kind.__mro__)
+    if of_torch or getattr(function, "__module__", "") == "torch.nn.functional":
         name = getattr(function, "__name__", kind.__name__)
         raise StepError(
             f"{call} takes a function of (model, batch), and {name} takes outputs and targets. "
@@ -87,7 +86,7 @@ def _timed(
 ) -> Callable[[Any, Any], Any]:
     """The user's loss; its time is added to the rank's pace if no rank waits for others in it."""
     device = model.ctx.device.type
-    apart = isinstance(model.plan.strategy, Single | DDP) and model.ctx.mesh.context == 1
+    apart = not model.strategy.waits_in_forward and model.ctx.mesh.context == 1
 
     def timed_loss(model: Wrapped, batch: Batch) -> Any:
         pace.begin(device)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fxtrain._record import shown
 from fxtrain.errors import PlanError
@@ -19,12 +20,12 @@ Decay = float | Callable[[int], float]
 
 
 def _lerp(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
-    torch._foreach_lerp_(averages, now, 1 - decay)
+    get_ema_multi_avg_fn(decay)(averages, now, None)
 
 
 def _sum(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
-    torch._foreach_mul_(averages, decay)
-    torch._foreach_add_(averages, now, alpha=1 - decay)
+    for average, value in zip(averages, now, strict=True):
+        average.mul_(decay).add_(value, alpha=1 - decay)
 
 
 def _difference(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
@@ -112,8 +113,9 @@ class EMA:
             local if local.dtype == average.dtype else local.to(average.dtype)
             for local, average in zip(map(local_values, self._parameters), averages, strict=True)
         ]
-        if averages and copies:
-            torch._foreach_copy_(averages, now)
+        if copies:
+            for average, value in zip(averages, now, strict=True):
+                average.copy_(value)
         elif averages:
             _FORMULAS[self.formula](averages, now, decay)
 

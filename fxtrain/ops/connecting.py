@@ -11,18 +11,17 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain import _extensions
 from fxtrain._addresses import GLOO, addresses_of, find_route
 from fxtrain._record import shown
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.errors import ContextError
-from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close
 from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.opening import allow_files, open_by_members, open_group
 from fxtrain.ops.rendezvous_store import open_store
-from fxtrain.ops.stacks import STACKS
-from fxtrain.ops.standing import watch_standing
+from fxtrain.ops.standing import STACKS
 from fxtrain.ops.transport.exchange import EMPTY, CallState, Updates, exchange_payloads
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
@@ -128,7 +127,7 @@ def detect(
         store = None if exists else open_store(topology, wait_s, key=key)
         ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=store, key=key)
     if (folder := variables.get(STACKS)) and not ctx.comm.simulated:
-        watch_standing(ctx, folder)
+        _extensions.watch_standing(ctx, folder)
     if plan is None:
         return ctx
     return with_plan(ctx, plan, tuple(path for path, _ in leaves(values)))
@@ -218,7 +217,9 @@ def _connect_ranks(
     launched = topology
     if owned:
         if device.type == "xla":
-            topology = attrs.evolve(topology, rank=xla_runtime.replicate(topology, device))
+            topology = attrs.evolve(
+                topology, rank=_extensions.xla_runtime.replicate(topology, device)
+            )
         addresses = addresses_of(os.environ.get(GLOO, "")) if topology.num_nodes > 1 else ()
         open_group(topology, device, store, wait, addresses=addresses)
     world = dist.group.WORLD
@@ -348,7 +349,7 @@ def _open_axis(
     control = group if comm.simulated else _open_control(parts, group_ranks, wait, owned=owned)
     comm.state.opened_groups += [group] if comm.simulated else [group, control]
     if device.type == "xla":
-        xla_runtime.register_subgroups(group, device, parts)
+        _extensions.xla_runtime.register_subgroups(group, device, parts)
     return attrs.evolve(
         comm,
         group=group,

@@ -201,7 +201,7 @@ def _with_scale(spec: UpdateSpec, scale: float | torch.Tensor | None, *, zero: b
 def _average_or_verify(model: Wrapped, position: Position) -> None:
     """End an averaging round, and compare replicas, if it is time at the model's updates."""
     micro, updates = model.window.micro, model.window.updates
-    if model.status.replica is not None:
+    if model.status.replica is not None and model.strategy.average is not None:
         model.strategy.average(model, attrs.evolve(position, updates=updates, micro=micro))
     every = model.plan.verify_replicas
     if every and model.strategy.verify is not None and not (micro or updates % every):

@@ -10,11 +10,10 @@ import attrs
 from fxtrain.errors import CollectiveError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.ops.transport.exchange import same_on_all
 from fxtrain.ops.transport.mismatches import by_rank
-from fxtrain.state import DDP, DeepSpeed, DistContext, Plan, diff, fingerprint
-from fxtrain.state.deepspeed import fill_from_config, read_config
+from fxtrain.state import DDP, DistContext, Plan, Strategy, diff, fingerprint
+from fxtrain.state.registry import registered
 
 _DEFAULT = Plan()  # one object, so that a step finds by identity that plans are equal
 _DIGEST = 32  # bytes; fits in a packet at any world size
@@ -24,65 +23,41 @@ class LoggedPlans(set[Plan]):
     """Plans of a context whose difference was logged: from the launch's, or from their config."""
 
 
-def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
+def plan_for(
+    action: str, ctx: DistContext, plan: Plan | None, strategy: Strategy | None = None
+) -> Plan:
     """The plan of a call: the script's, else the one that came with the launch, else the default.
 
     Where the script's plan overrides fields that the launch sets, the main rank logs once which.
-    Reads the config of a DeepSpeed plan on every rank, and logs once what it adds.
+    The strategy, by default that of the plan's config, adds what files have that the config names.
     """
     launched = ctx.given_plan
+    plan = _followed(action, ctx, plan, launched)
+    strategy = registered(type(plan.strategy)) if strategy is None else strategy
+    if strategy is None or strategy.prepare is None:
+        return plan
+    return strategy.prepare(action, ctx, plan)
+
+
+def _followed(action: str, ctx: DistContext, plan: Plan | None, launched: Plan | None) -> Plan:
     if plan is None:
-        return _filled(action, ctx, launched or _DEFAULT)
+        return launched or _DEFAULT
     if launched is not None and plan != launched and plan not in ctx.comm.slot(LoggedPlans):
         ctx.comm.slot(LoggedPlans).add(plan)
-        if changes := _changes(launched, plan, fields=_binding(ctx, plan)):
+        if changes := plan_changes(launched, plan, fields=_binding(ctx, plan)):
             log(ctx, "fxtrain.plan").warning(
                 "The plan that the script passes to fx.%s overrides what the launch sets: %s. To "
                 "follow the launch, leave the plan out, or pass fx.given_plan(plan), which takes "
                 "these fields from the launch and the others from the script.",
                 *(action, changes),
             )
-    return _filled(action, ctx, plan)
+    return plan
 
 
 def _binding(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     """The fields that the launch sets; a plan without a mesh takes any mesh."""
     free = "mesh" if plan.mesh is None else ""
     return tuple(path for path in ctx.given_fields if path.partition(".")[0] != free)
-
-
-def _filled(action: str, ctx: DistContext, plan: Plan) -> Plan:
-    """The plan with its DeepSpeed config's content, and the values that it leaves to the config."""
-    if not isinstance(plan.strategy, DeepSpeed) or plan.strategy.config is None:
-        return plan
-    data = _config_on_ranks(action, ctx, plan.strategy)
-    read = attrs.evolve(plan, strategy=attrs.evolve(plan.strategy, config=data))
-    filled = fill_from_config(read, data, ctx.axis("data").world_size)
-    if filled != read and filled not in ctx.comm.slot(LoggedPlans):
-        ctx.comm.slot(LoggedPlans).add(filled)
-        log(ctx, "fxtrain.plan").info(
-            "fx.%s takes from the DeepSpeed config what the plan leaves at its default: %s.",
-            *(action, _changes(read, filled)),
-        )
-    return filled
-
-
-def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict[str, Any]:
-    """The content of a DeepSpeed config, which every rank can read or none.
-
-    One exchange of packets for a file, which may be missing on some nodes; none for its text.
-    """
-    data: dict[str, Any] = {}
-    problem = ""
-    try:
-        data = read_config(strategy)
-    except PlanError as error:
-        problem = error.message
-    if strategy.config is not None and not strategy.config.startswith("{"):
-        problem = problem_of_ranks(f"{action}, to read a DeepSpeed config", problem, ctx)
-    if problem:
-        raise PlanError(problem)
-    return data
 
 
 def check_same_plan(
@@ -134,7 +109,7 @@ def raise_plan_differences(
     """Raise an error that shows how plans, or else extra values, differ; every rank calls it."""
     plans = gather_objects((plan, _extra_text(extra)), ctx)
     first, facts = plans[0]
-    changes = {rank: _changes(first, other) for rank, (other, _) in enumerate(plans)}
+    changes = {rank: plan_changes(first, other) for rank, (other, _) in enumerate(plans)}
     lines = by_rank((rank, text) for rank, text in changes.items() if text)
     if lines:
         lines = [
@@ -157,7 +132,7 @@ def raise_plan_differences(
     raise CollectiveError("\n".join(lines), code="FX301")
 
 
-def _changes(first: Plan, other: Plan, *, fields: Sequence[str] = ("",)) -> str:
+def plan_changes(first: Plan, other: Plan, *, fields: Sequence[str] = ("",)) -> str:
     """How a plan differs from another one; only in these fields, such as `strategy.shard`."""
     return ", ".join(
         f"{change.path} is {change.right!r} instead of {change.left!r}"

@@ -118,6 +118,35 @@ def select(value: Any, places: list[int]) -> Any:
     return tuple(taken) if isinstance(value, tuple) else taken
 
 
+def shard_box(
+    shape: Sequence[int], sizes: Sequence[int], place: Sequence[int], placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of the part of a DTensor that a rank holds.
+
+    Args:
+        shape: Of the whole tensor.
+        sizes: Of the axes of its mesh.
+        place: The rank's coordinate on each axis.
+        placements: How each axis holds the tensor.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> shard_box((5, 2), (2, 4), (1, 1), (Replicate(), Shard(0)))
+        ((2, 0), (2, 2))
+    """
+    start, part = [0] * len(shape), list(shape)
+    axes = list(enumerate(placements))
+    if any(hasattr(how, "split_factor") for how in placements):
+        axes.reverse()  # a strided shard is a part of what later axes have split before
+    for axis, how in axes:
+        dim = getattr(how, "dim", None)
+        if dim is not None:
+            size = -(-part[dim] // sizes[axis])
+            first = min(place[axis] * size, part[dim])
+            start[dim], part[dim] = start[dim] + first, min(size, part[dim] - first)
+    return tuple(start), tuple(part)
+
+
 def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
     """One of the chunks that `torch.chunk` makes, as a view, without the others.
 

@@ -418,5 +418,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
     """
     check_open(model, "ops.average")
     done, model.status.averaged = model.status.averaged, False
-    if model.status.replica is not None and not (done and position is not None):
-        model.strategy.average(model, position)
+    average = model.strategy.average
+    if model.status.replica is None or average is None or (done and position is not None):
+        return
+    average(model, position)

@@ -70,7 +70,8 @@ def close_window(model: Wrapped) -> float | Tensor | None:
         losses, window = ranks_of_update(model), model.window
         total = reduce(window.weight, losses, op="sum")
         factor = torch.where(total > 0, losses.world_size / (window.scale * total), 0.0)
-        torch._foreach_zero_([window.scale, window.weight])
+        window.scale.zero_()
+        window.weight.zero_()
         return factor
     rows, full = model.window.rows, model.window.full_rows
     exact = rows in (0, full) or model.plan.weigh_by == "batches"

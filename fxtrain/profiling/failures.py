@@ -19,8 +19,9 @@ from rich.table import Table
 from fxtrain._drawing import make_figure, make_table
 from fxtrain._record import above, record
 from fxtrain.errors import PlanError
-from fxtrain.state import DDP, FSDP, PP, DryRun
+from fxtrain.state import DryRun
 from fxtrain.state.mesh import resolve_mesh
+from fxtrain.state.registry import strategy_of
 
 _INTERVALS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of Daly's, in a table
 _MOST_FAILURES = 100_000
@@ -99,17 +100,11 @@ def checkpoint_bytes(run: DryRun) -> int:
 
     They are those of the rank that was simulated, times the ranks that share a replica.
     """
-    sizes = resolve_mesh(run.mesh, run.world).sizes
-    data = sizes["replicate"] * sizes["shard"] * sizes["context"]
-    strategy = DDP() if run.plan is None else run.plan.strategy
-    stages = strategy.stages if isinstance(strategy, PP) else strategy
-    shards = states = 1
-    if isinstance(stages, FSDP) and stages.mode != "none":
-        shards = sizes["shard"] * sizes["context"] if sizes["shard"] > 1 else data
-        shards = states = stages.shard or shards
-    elif isinstance(stages, DDP) and stages.shard_optimizer:
-        states = data
-    memory, others = run.memory, sizes["pipeline"] * sizes["tensor"]
+    mesh = resolve_mesh(run.mesh, run.world)
+    shards, states = 1, 1
+    if run.plan is not None:
+        shards, states = strategy_of(run.plan.strategy).shards(run.plan, mesh)
+    memory, others = run.memory, mesh.pipeline * mesh.tensor
     return others * (shards * memory.parameters + states * memory.optimizer + memory.buffers)
 
 

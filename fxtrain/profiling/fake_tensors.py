@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fxtrain._tree import map_leaves
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _DEVICE = torch.ops.prim.device.default
@@ -77,7 +78,7 @@ class FakeValuesMode(TorchDispatchMode):
 
     def usual(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator with values if they are integers, and without values otherwise."""
-        leaves = tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         floats = False
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
@@ -88,7 +89,7 @@ class FakeValuesMode(TorchDispatchMode):
         if floats:  # most operators
             return self.fake(func, args, kwargs)
         if _is_integer_op(func, leaves, kwargs) and self._is_small(func, args, kwargs):
-            return tree_map_only(Tensor, self._forget, func(*args, **kwargs))
+            return map_leaves(self._forget, func(*args, **kwargs))
         return self.fake(func, args, kwargs)
 
     def forget_origins(self) -> None:
@@ -105,7 +106,7 @@ class FakeValuesMode(TorchDispatchMode):
 
     def _is_small(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a result is small enough to keep its values; a mask or one-hot may be huge."""
-        inputs = [t.nbytes for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t.nbytes for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
         if inputs and max(inputs) <= _SURELY_SMALL:
             return True
         try:
@@ -113,10 +114,11 @@ class FakeValuesMode(TorchDispatchMode):
                 out = func(*args, **kwargs)
         except DynamicOutputShapeException:
             return True  # at most as large as the inputs
-        return sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor)) <= _LARGEST
+        return sum(t.nbytes for t in leaves_of(out) if isinstance(t, Tensor)) <= _LARGEST
 
-    def _forget(self, tensor: Tensor) -> Tensor:
-        return tensor if _is_integer(tensor.dtype) else self.fakes.from_tensor(tensor)
+    def _forget(self, leaf: Any) -> Any:
+        known = not isinstance(leaf, Tensor) or _is_integer(leaf.dtype)
+        return leaf if known else self.fakes.from_tensor(leaf)
 
     def peek(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a substitute for an unknown value, and record the read."""
@@ -180,6 +182,15 @@ class FakeValuesMode(TorchDispatchMode):
         future.set_result(list(args[0]))
         work = _create_work_from_future(future)
         return tensors, work.boxed()
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What is in the lists, tuples and dicts that an operator takes or returns."""
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in leaves_of(part)]
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in leaves_of(part)]
+    return [value]
 
 
 def user_place() -> str:

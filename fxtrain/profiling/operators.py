@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fxtrain.profiling.fake_tensors import leaves_of
 from fxtrain.state import Operator
 
 Phase = Literal["forward", "backward", "update"]
@@ -66,7 +66,7 @@ def operator_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """FLOPs of products; those of other operators do not take the time of a device."""
     packet = func.overloadpacket
-    if packet is _aten._grouped_mm:
+    if packet.__name__ == "_grouped_mm":
         return 2 * out.numel() * args[0].shape[-1]
     formula = flop_registry.get(_CPU_ATTENTION.get(packet, packet))
     if formula is None:
@@ -79,7 +79,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 def _tensors(values: Any) -> dict[int, Tensor]:
     """Tensors in a structure, each once."""
-    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
+    leaves = [values] if isinstance(values, Tensor) else leaves_of(values)
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from fxtrain import ops
 from fxtrain._display import counted, read_bytes, show_bytes
@@ -276,20 +275,30 @@ def load_in_process(watch: LoopRecorder) -> AbstractContextManager[Any]:
     Fake tensors cannot be sent between processes.
     """
 
-    class Reading(_SingleProcessDataLoaderIter):
-        def _next_data(self) -> Any:
+    usual = DataLoader.__iter__
+
+    class Reading:
+        """A loader's iterator, whose reads are no part of a step."""
+
+        def __init__(self, rows: Any) -> None:
+            self._rows = rows
+
+        def __iter__(self) -> "Reading":
+            return self
+
+        def __next__(self) -> Any:
             with watch.loading():
-                return super()._next_data()
+                return next(self._rows)
 
     def read_here(loader: Any) -> Any:
         settings = loader.num_workers, loader.timeout
         loader.num_workers, loader.timeout = 0, 0
         try:
-            return Reading(loader)
+            return Reading(usual(loader))
         finally:
             loader.num_workers, loader.timeout = settings
 
-    return replaced(DataLoader, "_get_iterator", read_here)
+    return replaced(DataLoader, "__iter__", read_here)
 
 
 def swappable(fakes: FakeValuesMode) -> AbstractContextManager[Any]:

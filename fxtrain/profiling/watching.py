@@ -23,11 +23,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from fxtrain.precision.quantizing import live_tensors
-from fxtrain.profiling.fake_tensors import FakeValuesMode
+from fxtrain.profiling.fake_tensors import FakeValuesMode, leaves_of
 from fxtrain.profiling.operators import Call, Phase, operator_call
 from fxtrain.state import Memory, Traffic, Wrapped
 from fxtrain.state.dry_runs import PARTS
@@ -118,7 +116,7 @@ def _group(func: Any, args: tuple[Any, ...]) -> tuple[tuple[int, ...], str]:
 
 
 def _bytes(value: Any) -> int:
-    leaves = tree_leaves(value)
+    leaves = leaves_of(value)
     # The parts that a simulated rank scatters are one tensor, many times.
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     sizes = {key: leaf.numel() * leaf.element_size() for key, leaf in tensors.items()}
@@ -154,14 +152,14 @@ class LoopRecorder:
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an operator and its result."""
         if self._loads:
-            self.memory.leave_out(tree_leaves((args, kwargs)))
+            self.memory.leave_out(leaves_of((args, kwargs)))
         elif done := operator_call(func, args, kwargs, out):
             # Autograd computes gradients with grad mode off.
             phase: Phase = "forward" if torch.is_grad_enabled() else "backward"
             name, *sizes = done
             self.operators.append((name, "update" if self._updating else phase, *sizes))
         self.traffic.extend(collectives(func, args))
-        for leaf in [out] if isinstance(out, torch.Tensor) else tree_leaves(out):
+        for leaf in [out] if isinstance(out, torch.Tensor) else leaves_of(out):
             if isinstance(leaf, torch.Tensor):
                 self.memory.see(leaf)
 
@@ -205,7 +203,7 @@ class LoopRecorder:
         # torch's ZeroRedundancyOptimizer keeps this rank's states in an inner optimizer.
         for part in (optimizer, getattr(optimizer, "optim", None)):
             if isinstance(part, Optimizer):
-                self.memory.hold("optimizer", tree_leaves(list(part.state.values())))
+                self.memory.hold("optimizer", leaves_of(list(part.state.values())))
         if self._clock is None:
             self._clock = optimizer
         if self._clock is optimizer:
@@ -361,9 +359,9 @@ class MemoryLog:
             self._sizes[number] = size
 
 
-def _storages(tensor: Tensor) -> set[torch.UntypedStorage]:
+def _storages(tensor: Any) -> set[torch.UntypedStorage]:
     """The storages of a tensor, or of the tensors that it wraps at any depth."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not hasattr(tensor, "__tensor_flatten__"):
         return {tensor.untyped_storage()}
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     return set().union(*(_storages(part) for part in parts if isinstance(part, Tensor)))

@@ -28,12 +28,9 @@ from fxtrain.replicas.healing import Progress, pack_state, unpack_state
 from fxtrain.replicas.members import Members, Replicas, join
 from fxtrain.replicas.rounds import Rounds, independent
 from fxtrain.state import (
-    DDP,
-    FSDP,
     Batch,
     DistContext,
     Position,
-    Single,
     UpdateSpec,
     Weighted,
     WeightedLoss,
@@ -426,10 +423,9 @@ class _Run:
 def _check_plan(ctx: DistContext, model: Wrapped) -> None:
     """Refuse what the replicas cannot add up."""
     plan = model.plan
-    strategy, mesh = plan.strategy, ctx.mesh
-    refused = None
-    if not isinstance(strategy, Single | DDP | FSDP):
-        refused = f"strategy {type(strategy).__name__}. Use fx.Single(), fx.DDP() or fx.FSDP()"
+    mesh, refused = ctx.mesh, None
+    if not model.strategy.grads_in_module:
+        refused = f"strategy {model.strategy.name}. Use fx.Single(), fx.DDP() or fx.FSDP()"
     elif mesh.tensor * mesh.context * mesh.pipeline > 1:
         refused = f"{shown(mesh)}. Use a mesh of data ranks within a replica"
     elif plan.local is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import attrs
 
 from fxtrain._reading import read_text
-from fxtrain._record import at_least, record, shown
+from fxtrain._record import OF_MODEL, at_least, record, shown
 from fxtrain.errors import PlanError
 from fxtrain.state.parsing import parse_json
 
@@ -106,7 +106,7 @@ class DeepSpeed:
     partial_ranks: int | None = attrs.field(default=None, validator=_SIZE)
     quantized_weights: bool | None = None
     quantized_gradients: bool | None = None
-    leaf_modules: tuple[str, ...] = ()
+    leaf_modules: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
     gather_16bit_weights: bool | None = None
     tensor_parallel: int | None = attrs.field(default=None, validator=_SIZE)
     sequence_parallel: int | None = attrs.field(default=None, validator=_SIZE)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from fxtrain._display import read_bytes
-from fxtrain._record import at_least, canonical, closest, record
+from fxtrain._record import OF_MODEL, at_least, canonical, closest, record
 from fxtrain.errors import PlanError
 
 DISK = "disk"
@@ -215,14 +215,17 @@ class Offload:
     """
 
     kind: Literal["offload"] = attrs.field(default="offload", init=False)
-    placement: Placement | None = None
+    placement: Placement | None = attrs.field(default=None, metadata=OF_MODEL)
     memory: Limits = attrs.field(
         default=(),
         converter=_limits_of,
         validator=_are_limits,
-        metadata={"choose": "bytes by device, such as {'cuda:0': '10GiB', 'cpu': '50%'}"},
+        metadata={
+            "choose": "bytes by device, such as {'cuda:0': '10GiB', 'cpu': '50%'}",
+            **OF_MODEL,
+        },
     )
     prefetch: int | None = attrs.field(default=None, validator=at_least(0))
-    source: str | None = None
+    source: str | None = attrs.field(default=None, metadata=OF_MODEL)
     offload_folder: str | None = None
     pin: bool = True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import attrs
 
 from fxtrain._other_names import value_hint
-from fxtrain._record import above, at_least, canonical, closest, record
+from fxtrain._record import OF_MODEL, above, at_least, canonical, closest, record
 from fxtrain.errors import PlanError
 from fxtrain.state.mesh import Mesh, read_mesh
 from fxtrain.state.precision import (
@@ -100,7 +100,7 @@ class Compile:
             changes later has no effect.
     """
 
-    blocks: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
     backend: str = "inductor"
     mode: str | None = None
     fullgraph: bool = False
@@ -294,10 +294,12 @@ class Plan:
     recompute: tuple[str, ...] = attrs.field(
         default=(),
         converter=as_names,
-        metadata={"choose": "the class names of modules, such as ['Block']"},
+        metadata={"choose": "the class names of modules, such as ['Block']", **OF_MODEL},
     )
-    recompute_every: int = attrs.field(default=1, validator=at_least(1))
-    recompute_keep: tuple[Literal["matmul", "attention"], ...] = ()
+    recompute_every: int = attrs.field(default=1, validator=at_least(1), metadata=OF_MODEL)
+    recompute_keep: tuple[Literal["matmul", "attention"], ...] = attrs.field(
+        default=(), metadata=OF_MODEL
+    )
     compile: Compile | None = attrs.field(
         default=None, converter=_compile_of, metadata={"choose": "true, an fx.Compile(...) or None"}
     )

@@ -1,5 +1,6 @@
 """The available strategies: fxtrain's configs, and the entries of installed packages."""
 
+import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -23,7 +24,7 @@ BUILT_IN: Mapping[type, str] = MappingProxyType(
         FSDP: "fsdp.strategy.FSDP_STRATEGY",
         DeepSpeed: "deepspeed.strategy.DEEPSPEED_STRATEGY",
         PP: "pipeline.strategy.PIPELINE_STRATEGY",
-        XLA: "xla.XLA_STRATEGY",
+        XLA: "xla.strategy.XLA_STRATEGY",
         Offload: "offload.strategy.OFFLOAD",
     }
 )
@@ -60,3 +61,73 @@ def installed_strategies() -> "tuple[Strategy, ...]":
 def installed_configs() -> tuple[type, ...]:
     """The configs of the strategies of installed packages."""
     return tuple(entry.config for entry in installed_strategies())
+
+
+def built_in(config: type) -> "Strategy":
+    """fxtrain's own strategy of a config.
+
+    Raises:
+        KeyError: it has none.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.backends import built_in
+        >>> built_in(fx.DDP).name
+        'DDP'
+    """
+    module, _, name = BUILT_IN[config].rpartition(".")
+    return getattr(importlib.import_module(f"fxtrain.backends.{module}"), name)
+
+
+def strategies() -> "dict[type, Strategy]":
+    """Every strategy by its config type: fxtrain's own, then those of installed packages.
+
+    A package adds one with an entry point in the group `fxtrain.strategies` that loads a
+    `Strategy`. `fx.wrap(..., strategy=entry)` takes one without an entry point. A module that an
+    entry point names takes fxtrain's own from `built_in`, since this function imports it.
+
+    Effects:
+        Imports all of them.
+
+    Raises:
+        PlanError: an entry point does not load, loads something else, or loads a second strategy
+            for the same config.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.backends import strategies
+        >>> strategies()[fx.DDP].name
+        'DDP'
+    """
+    own = {config: built_in(config) for config in BUILT_IN}
+    return own | {strategy.config: strategy for strategy in installed_strategies()}
+
+
+def registered(config: type) -> "Strategy | None":
+    """The strategy of a config; None if there is none."""
+    if config in BUILT_IN:
+        return built_in(config)
+    return {strategy.config: strategy for strategy in installed_strategies()}.get(config)
+
+
+def strategy_of(config: Config) -> "Strategy":
+    """The strategy that carries out the plans that have this config.
+
+    Raises:
+        PlanError: none is registered for it.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.state.registry import strategy_of
+        >>> strategy_of(fx.DDP()).name
+        'DDP'
+    """
+    strategy = registered(type(config))
+    if strategy is None:
+        kinds = (*BUILT_IN, *installed_configs())
+        raise PlanError(
+            f"Plan(strategy={config!r}): no strategy is registered for {type(config).__name__}. "
+            f"Choose one of {', '.join(sorted(kind.__name__ for kind in kinds))}, or install the "
+            f"package that provides it."
+        )
+    return strategy

@@ -12,6 +12,7 @@ from fxtrain._display import brief, number
 from fxtrain.errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
+from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.window import ModelState, StateReader, Weight
@@ -128,9 +129,11 @@ class WeightedLoss:
 class Strategy:
     """How one backend carries out one kind of plan: functions only, no state.
 
-    Every function has the same signature in every backend, and none but `generate` is optional:
-    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(entry, sync=quiet)`, and
-    pass the entry to `fx.wrap(..., strategy=entry)`: every function is called as it has it.
+    Every function has the same signature in every backend, and a missing ability is
+    `unsupported(...)`, or None in the fields that say so. Change one with
+    `attrs.evolve(entry, sync=quiet)`, and pass the entry to `fx.wrap(..., strategy=entry)`: every
+    function is called as it has it. No other code depends on which strategy it is, or on the type
+    of its config.
 
     Contract: after `backward` inside `sync(model, True)`, gradients are the mean, over the ranks of
     `ctx.axis("loss")` (those of the data and context axes), of what each rank has accumulated
@@ -167,6 +170,21 @@ class Strategy:
             first and in its order; the same names on every rank, whichever holds them. No
             traffic.
         unwrap: (model) → the original user's module, with full weights.
+        prepare: (action, ctx, plan) → the plan with what files add that its config names, for a
+            call such as "wrap", with the same errors on every rank; None where there are none.
+        without_batch: (plan) → the plan, whose config leaves the size of batches open.
+        take_layers: (module, plan) → undo: before the module is wrapped, gives it the quantized
+            layers of the files that its weights come from; None where the module has its weights.
+        raises_parameters: (plan) → whether trained parameters in half precision become fp32, which
+            optimizers need where forward computes in another dtype.
+        outputs_everywhere: (plan) → whether a forward without gradients has outputs on every rank.
+        shards: (plan, mesh) → over how many ranks parameters are split, and over how many the
+            states of optimizers.
+        one_rank: Whether it runs on one rank only.
+        waits_in_forward: Whether a forward waits for other ranks than those of the context axis.
+        grads_in_module: Whether gradients are those of the module's parameters, whole or as
+            DTensors, when `apply` is called.
+        gathers_weights: Whether layers gather weights before they compute, which can be in float8.
         cuts_sequences: Whether it supports `Plan.context`.
         converts_layers: Whether it supports precision="fp8": it runs the user's module, some
             layers of which were converted before.
@@ -181,9 +199,9 @@ class Strategy:
         verify: (model) → None: compares the replicas of all ranks (`Plan.verify_replicas`), after
             an update; None where the parameters of the module or the states of its optimizers are
             not in memory, or shards are not DTensors.
-        average: (model, position) → None: with independent replicas, ends the round that ends
-            at a position, or begins the first; at None ends one. Only called if the model has a
-            `Round`.
+        average: (model, position) → None: with independent replicas (`Plan.local`), ends the
+            round that ends at a position, or begins the first; at None ends one. None where
+            replicas cannot train independently.
         fused: (name, function) of functions of this entry that its own `run` or `apply` never
             calls, since an engine combines their work. `fx.wrap` refuses an entry in which one
             of them was changed and `fused` was not.
@@ -207,6 +225,16 @@ class Strategy:
     load_state: Callable[[Wrapped, StateReader], None]
     weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
+    prepare: Callable[[str, DistContext, Plan], Plan] | None = None
+    without_batch: Callable[[Plan], Plan] = lambda plan: plan
+    take_layers: Callable[[nn.Module, Plan], Callable[[], None]] | None = None
+    raises_parameters: Callable[[Plan], bool] = lambda plan: plan.precision.compute != "fp32"
+    outputs_everywhere: Callable[[Plan], bool] = lambda _: True
+    shards: Callable[[Plan, Mesh], tuple[int, int]] = lambda _, __: (1, 1)
+    one_rank: bool = False
+    waits_in_forward: bool = True
+    grads_in_module: bool = False
+    gathers_weights: bool = False
     cuts_sequences: bool = False
     converts_layers: bool = False
     full_parameters: bool = False
@@ -214,9 +242,7 @@ class Strategy:
     updates_on_host: bool = False
     generate: Callable[[Wrapped, Callable[..., Any], Any, Any], Any] | None = None
     verify: Callable[[Wrapped], None] | None = None
-    average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
-        lambda: unsupported("average", by="This strategy")
-    )
+    average: Callable[[Wrapped, Position | None], None] | None = None
     fused: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from fxtrain._record import above, at_least, at_least_and_below, record
+from fxtrain._record import OF_MODEL, above, at_least, at_least_and_below, record
 from fxtrain.errors import PlanError
 from fxtrain.state.position import Position
 
@@ -106,7 +106,7 @@ class XLA:
     """
 
     kind: Literal["xla"] = attrs.field(default="xla", init=False)
-    blocks: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
     downcast: bool = False
 
 
@@ -142,7 +142,7 @@ class TP:
             shards: the loss function gets a DTensor and uses only `cross_entropy` on it.
     """
 
-    styles: tuple[Style, ...] = ()
+    styles: tuple[Style, ...] = attrs.field(default=(), metadata=OF_MODEL)
     sequence: bool = False
     loss: bool = False
 
@@ -195,15 +195,18 @@ class FSDP:
     kind: Literal["fsdp"] = attrs.field(default="fsdp", init=False)
     mode: Literal["full", "grads_and_optimizer", "none"] = "full"
     shard: int | None = attrs.field(default=None, validator=at_least(1))
-    wrap: tuple[str, ...] = ()
-    min_params: int | None = attrs.field(default=None, validator=at_least(1))
+    wrap: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
+    min_params: int | None = attrs.field(default=None, validator=at_least(1), metadata=OF_MODEL)
     wrap_by: str | None = attrs.field(
         default=None,
         converter=_path_of,
         validator=_is_path,
-        metadata={"choose": "a function at the top of a module, or 'package.module:function'"},
+        metadata={
+            "choose": "a function at the top of a module, or 'package.module:function'",
+            **OF_MODEL,
+        },
     )
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
     param_dtype: Literal["plan", "fp32", "bf16", "fp16"] = "plan"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     cast_inputs: bool = True
@@ -252,9 +255,9 @@ class PP:
         "dualpipe_v",
     ] = "1f1b"
     microbatches: int | None = attrs.field(default=None, validator=at_least(1))
-    split: tuple[str, ...] = ()
+    split: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
     stages_per_rank: int | None = attrs.field(default=None, validator=at_least(1))
-    shared: tuple[str, ...] = ()
+    shared: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
     stages: FSDP | None = None
     outputs: Literal["all", "last"] = "all"
 
@@ -280,7 +283,7 @@ class CP:
 
     batch: tuple[str, ...] = ()
     dim: int = attrs.field(default=1, validator=at_least(0))
-    tables: tuple[str, ...] = ()
+    tables: tuple[str, ...] = attrs.field(default=(), metadata=OF_MODEL)
     balance: bool = True
     rotate: Literal["allgather", "alltoall"] = "allgather"
     causal: bool = False

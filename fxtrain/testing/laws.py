@@ -177,8 +177,8 @@ def every_function_is_used(
     """An entry with a function of its own uses it, in the step and wherever else it is needed.
 
     Except those that the entry itself declares as `fused`, and `generate`, which the small
-    transformer has not; `clip_value` only where terms have it, `average` only where the entry takes
-    `Plan.local`.
+    transformer has not; those that describe a plan; `clip_value` only where terms have it,
+    `average` only where the entry takes `Plan.local`.
     """
     entries = 0.004 if terms.clip_value else None
     busy = attrs.evolve(plan, accumulate=2, nonfinite="skip", clip_norm=0.05, clip_value=entries)
@@ -317,7 +317,8 @@ def unused_functions(ctx: Any, task: Task, folder: str) -> list[str]:
         counting = attrs.evolve(entry, **functions)
         trained(placed, ctx.rank, task, save_to=folder, strategy=counting)
         _use_saved(placed, task, folder, counting)
-        wanted = functions.keys() - {"generate"}  # the small transformer generates no text
+        # The small transformer generates no text; the others describe a plan and train nothing.
+        wanted = functions.keys() - {"generate", "outputs_everywhere", "shards", "without_batch"}
         plan: Plan = attrs.evolve(task.plan, local=task.plan.local or LocalSGD(every=1))
         if placed.world_size == 1 or problems_of(entry, placed, plan, new_model(task)):
             wanted -= {"average"}  # of replicas that train independently

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtrain.profiling.watching import sent
@@ -103,8 +103,8 @@ class _Listener(TorchDispatchMode):
         if any(map(wraps_tensors, types)):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, torch._ops.OpOverload):
-            operator = func._schema.name
+        if hasattr(func, "overloadpacket"):
+            operator = func.name().partition(".")[0]
             calls = (Collective(*call, operator) for call in sent(operator, args))
             self._traffic.calls.extend(calls)
         return result
@@ -112,5 +112,6 @@ class _Listener(TorchDispatchMode):
 
 def wraps_tensors(kind: type) -> bool:
     """Whether tensors of a class pass operators to tensors that they wrap, as DTensor does."""
-    plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # pyright: ignore
+    base: Any = torch.Tensor
+    plain = kind.__torch_dispatch__ is base.__torch_dispatch__
     return not plain and not issubclass(kind, FakeTensor)

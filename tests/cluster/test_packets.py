@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-import fxtrain as fx
-from fxtrain import ops
+from fxtrain import CollectiveError, ops
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.pace import Pace
+from tests._errors import raises_code
 
 
 class _Enough(Exception):
@@ -117,7 +117,7 @@ CALLS = {
 
 def _different(ctx, names):
     for _ in range(2):  # the second time, calls of that kind are known
-        with pytest.raises(fx.CollectiveError, match="gather") as caught:
+        with raises_code("FX301") as caught:
             CALLS[names[ctx.rank]](ctx)
     rows = ops.gather(_big(ctx.rank, 30_000), ctx)
     expected = torch.cat([_big(rank, 30_000) for rank in range(ctx.world_size)])
@@ -146,9 +146,9 @@ def test_calls_after_one_that_was_interrupted_are_not_mixed_up_with_it(clusters,
 def _each_kind(ctx):
     """What calls of every kind give, some of which send no payload."""
     rank = ctx.rank
-    with pytest.raises(fx.CollectiveError, match=r"rank 1.* is neither true nor false"):
+    with pytest.raises(CollectiveError, match=r"rank 1.* is neither true nor false"):
         ops.any_rank(torch.ones(2) if rank == 1 else False, ctx)
-    with pytest.raises(fx.CollectiveError, match="batch size=2"):
+    with pytest.raises(CollectiveError, match="batch size=2"):
         ops.agree(2 if rank == 1 else 3, ctx, name="batch size")
     return [
         [ops.any_rank(flag, ctx) for flag in (False, rank == 1, True)],

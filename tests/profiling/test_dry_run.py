@@ -231,7 +231,7 @@ def test_a_rank_of_a_real_group_cannot_pretend():
 
 
 def test_torch_is_left_as_it_was():
-    owners = {DataLoader: "_get_iterator", torch.utils: "swap_tensors", torch.Tensor: "__format__"}
+    owners = {DataLoader: "__iter__", torch.utils: "swap_tensors", torch.Tensor: "__format__"}
     before = [getattr(owner, name) for owner, name in owners.items()]
     before.append(torch.UntypedStorage.resize_)
     dry_linear(plan=fx.Plan(strategy=fx.Single()))  # ends with an error

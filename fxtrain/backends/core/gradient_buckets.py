@@ -77,6 +77,7 @@ class StableBucketsDDP(DistributedDataParallel):
         parameters, sparse = super()._build_params_for_reducer()
         if not self._fixed:
             return parameters, sparse
+        # Backward usually reaches what was registered last first.
         places = self._order or range(len(parameters))[::-1]
         self._sorted = [parameters[place] for place in places]
         return self._sorted, [sparse[place] for place in places]
@@ -95,7 +96,8 @@ class StableBucketsDDP(DistributedDataParallel):
 
     def _build_reducer(self) -> None:
         parameters, sparse = self._build_params_for_reducer()
-        names = self._build_debug_param_to_name_mapping(parameters)
+        known = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = {place: known[parameter] for place, parameter in enumerate(parameters)}
         self._ddp_init_helper(parameters, sparse, names, self.static_graph)
         self._has_rebuilt_buckets = False
         if self.add_hook is not None:
@@ -137,6 +139,8 @@ class StableBucketsDDP(DistributedDataParallel):
         if known or not self.require_backward_grad_sync:
             progress.expects, progress.undecided = progress.in_block, False
             return super().forward(*inputs, **kwargs)
+        # Undecided: if the reducer expected a backward that never comes, torch's next forward would
+        # raise an error.
         with self.no_sync():
             out = super().forward(*inputs, **kwargs)
         self._decide_in_backward(out)
@@ -206,6 +210,7 @@ class StableBucketsDDP(DistributedDataParallel):
             self.progress.undecided = False
             roots.clear()  # they hold this function
 
+        # Backward passes the outputs before it reaches any parameter.
         for leaf in outputs:
             leaf.register_hook(begins)
 

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from fxtrain import ops
 from fxtrain.backends.core import step_functions
 from fxtrain.errors import PlanError
-from fxtrain.ops.splitting import chunk_of
+from fxtrain.ops.splitting import shard_box
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import DistContext, UpdateResult, UpdateSpec, Wrapped
 
@@ -180,13 +179,12 @@ def copy_shard(whole: Tensor, parameter: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
-    mesh, part = parameter.device_mesh, whole
-    # Innermost first, as the axes were applied: tensor parallel, then the shards of its parts.
-    for dim in reversed(range(mesh.ndim)):
-        placement = parameter.placements[dim]
-        if isinstance(placement, Shard | _StridedShard):
-            part = chunk_of(part, mesh.size(dim), placement.dim, mesh.get_local_rank(dim))
-    parameter.to_local().copy_(part)
+    mesh = parameter.device_mesh
+    place = [mesh.get_local_rank(dim) for dim in range(mesh.ndim)]
+    start, shape = shard_box(whole.shape, mesh.shape, place, parameter.placements)
+    for dim, (first, length) in enumerate(zip(start, shape, strict=True)):
+        whole = whole.narrow(dim, first, length)
+    parameter.to_local().copy_(whole)
 
 
 def apply_with_buffers(model: Wrapped, update: UpdateSpec) -> UpdateResult:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxtrain import _extensions
 from fxtrain.backends.core.initial_values import copy_shard
-from fxtrain.backends.core.local_sgd import weighted_mean
 from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
     load_optimizers,
@@ -19,12 +19,11 @@ from fxtrain.backends.core.optimizer_state import (
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
-from fxtrain.models import tensor_bytes
+from fxtrain.ops import tensor_bytes
 from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name, without_compile
-from fxtrain.precision.quantizing import quantized_facts, quantized_tensors, stored_tensors
-from fxtrain.precision.recipe_layers import scaling_state
 from fxtrain.state import TE, DistContext, FlatShard, ModelState, StateReader, Wrapped
+from fxtrain.state.keys import SCALES, WEIGHTS, optimizer_key
 
 _SENDS_BUFFERS = "require_forward_param_sync"
 
@@ -43,12 +42,13 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     tensors |= scales
     for index, optimizer in enumerate(model.optimizers):
         held, values = optimizer_state(
-            optimizer, f"optimizer.{index}", parameter_names(model.module)
+            optimizer, optimizer_key(index), parameter_names(model.module)
         )
         tensors.update(held)
         optimizers.append(values | more_state(optimizer))
         if local_optimizer(optimizer) is not optimizer:
-            own[f"optimizer.{index}.state"] = values_as_bytes(values["state"], f"optimizer.{index}")
+            state_key = optimizer_key(index, "state")
+            own[state_key] = values_as_bytes(values["state"], optimizer_key(index))
     tensors |= grads
     values: dict[str, Any] = {
         "module": extra,
@@ -60,7 +60,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         **frozen,
         **window,
     }
-    buffers = {f"module.{plain_name(name)}" for name, _ in model.module.named_buffers()}
+    buffers = {WEIGHTS.key(plain_name(name)) for name, _ in model.module.named_buffers()}
     varying = buffers & tensors.keys()
     varying |= scales.keys()
     return ModelState(
@@ -76,8 +76,8 @@ def _scales(model: Wrapped, *, create: bool = False) -> dict[str, Tensor]:
     recipe = model.plan.precision.recipe
     if not isinstance(recipe, TE):
         return {}
-    scales = scaling_state(model.module, recipe, create=create)
-    return {f"fp8.{name}": tensor for name, tensor in scales.items()}
+    scales = _extensions.scaling_state(model.module, recipe, create=create)
+    return {SCALES.key(name): tensor for name, tensor in scales.items()}
 
 
 def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()) -> None:
@@ -96,16 +96,16 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
     _check_formats(_quantized_facts(model.module), saved.values.get("quantized", {}))
     _check_base(tensors, saved.values.get("base", {}))
     _check_names(tensors, saved)
-    trained = {f"module.{plain_name(name)}" for name, _ in model.module.named_parameters()}
+    trained = {WEIGHTS.key(plain_name(name)) for name, _ in model.module.named_parameters()}
     same = saved.ranks == saved.loading_ranks
     for name, tensor in tensors.items():
         saved.fill(name, tensor)
-        if name in trained and (mean := weighted_mean(saved, name)) is not None:
+        if name in trained and (mean := _extensions.weighted_mean(saved, name)) is not None:
             copy_shard(mean, tensor.detach())
         elif same and (drifted := saved.own(name, saved.rank)) is not None:
             local_values(tensor).copy_(drifted)
     load_extra(model.module, saved.values["module"])
-    if any(name.startswith("fp8.") for name in saved.shapes):
+    if any(SCALES.name(name) is not None for name in saved.shapes):
         for name, tensor in _scales(model, create=True).items():
             if name in saved.shapes:
                 saved.fill(name, tensor)
@@ -122,14 +122,14 @@ def _module_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for name, value in stored_tensors(module).items():
+    for name, value in _extensions.stored_tensors(module).items():
         if (name := plain_name(name)) not in omit:
-            (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
+            (tensors if isinstance(value, Tensor) else extra)[WEIGHTS.key(name)] = value
     return tensors, extra
 
 
 def _quantized_facts(module: nn.Module) -> dict[str, Any]:
-    return {plain_name(name): facts for name, facts in quantized_facts(module).items()}
+    return {plain_name(name): facts for name, facts in _extensions.quantized_facts(module).items()}
 
 
 def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if model.plan.frozen == "digests":
         named = model.module.named_parameters(remove_duplicate=False)
         names = {plain_name(name) for name, parameter in named if not parameter.requires_grad}
-        names |= {*map(plain_name, quantized_tensors(model.module))}
-        base = [name for name in tensors if name.removeprefix("module.") in names]
+        names |= {*map(plain_name, _extensions.quantized_tensors(model.module))}
+        base = [name for name in tensors if WEIGHTS.name(name) in names]
         values["base"] = {
             name: tensor_bytes.digest(full_values(tensors.pop(name))) for name in base
         }
@@ -153,7 +153,7 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
     """Compare frozen tensors with their digests, and take them out of those to fill."""
     problems = [
-        name[7:]
+        WEIGHTS.name(name)
         for name, digest in base.items()
         if name not in tensors or tensor_bytes.digest(full_values(tensors.pop(name))) != digest
     ]
@@ -179,15 +179,17 @@ def _check_formats(here: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 
 def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
-    saved_names = {name for name in saved.shapes if name.startswith("module.")}
-    problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - saved_names]
-    problems += [f"  {name[7:]} is only in the checkpoint" for name in saved_names - tensors.keys()]
+    saved_names = {name for name in saved.shapes if WEIGHTS.name(name) is not None}
+    problems = [
+        f"  {WEIGHTS.name(name)} is {'only' if name in saved_names else 'not'} in the checkpoint"
+        for name in tensors.keys() ^ saved_names
+    ]
     for name in tensors.keys() & saved_names:
         shape, dtype = saved.shapes[name]
         tensor = tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             problems.append(
-                f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, but "
+                f"  {WEIGHTS.name(name)} is {dtype} {list(shape)} in the checkpoint, but "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
             )
     if problems:
@@ -206,7 +208,7 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
 def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
     """Restore what submodules keep beside tensors (`set_extra_state`)."""
     for name, value in extra.items():
-        path = name.removeprefix("module.").rpartition("_extra_state")[0].rstrip(".")
+        path = (WEIGHTS.name(name) or name).rpartition("_extra_state")[0].rstrip(".")
         without_compile(module.get_submodule(path)).set_extra_state(value)
 
 

@@ -11,6 +11,7 @@ import difflib
 import fnmatch
 import functools
 import hashlib
+import itertools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,24 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from fxtrain import ops
+from fxtrain import _extensions, ops
 from fxtrain._display import counted
 from fxtrain.ops.collectives import pieces
-from fxtrain.precision.quantizing import plain_parameters, quantized_tensors
 from fxtrain.state import Compile, DistContext, Plan, Wrapped
 from fxtrain.state.wrapped import METHOD, is_own_method
 
 _aten = torch.ops.aten
-_SAVED_OPERATORS: Mapping[str, tuple[Any, ...]] = {
-    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
-    "attention": (
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    ),
+# How the names of operators begin whose results may be kept; attention has a kernel per device.
+_KEPT = {
+    "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "attention": ("aten::_scaled_dot_product_",),
 }
 _VALUES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
@@ -146,8 +146,13 @@ def checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable
     """A forward whose activations are recomputed in backward, except those of some operators."""
     options: dict[str, Any] = {"use_reentrant": False}
     if keep:
-        operators = [operator for name in keep for operator in _SAVED_OPERATORS[name]]
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
+        names = tuple(itertools.chain(*map(_KEPT.__getitem__, keep)))
+
+        def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+            kept = operator.name().startswith(names)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     return functools.partial(checkpoint, forward, **options)
 
 
@@ -179,8 +184,8 @@ def prepare_module(
 
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:
     """The parameters and buffers of a model; of quantized weights, the tensors they consist of."""
-    tensors = quantized_tensors(module).values()
-    return (*plain_parameters(module), *module.buffers(), *tensors)
+    tensors = _extensions.quantized_tensors(module).values()
+    return (*_extensions.plain_parameters(module), *module.buffers(), *tensors)
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:

@@ -18,6 +18,7 @@ from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.ops.placeholders import fsdp_parameters
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
+from fxtrain.state.keys import GRADIENTS
 
 # In the order of the numbers in a checkpoint.
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
@@ -101,7 +102,7 @@ def _means(model: Wrapped, losses: DistContext) -> dict[str, Tensor]:
     computed = {name for name, grad in parts.items() if grad is not None}
     unreduced = set().union(*ops.gather_objects(computed, losses))
     tensors = {
-        f"grad.{name}": grad
+        GRADIENTS.key(name): grad
         for name, grad in shards.items()
         if grad is not None and name not in unreduced
     }
@@ -113,7 +114,7 @@ def _means(model: Wrapped, losses: DistContext) -> dict[str, Tensor]:
     for name, mean in ops.reduce(full, losses, op="mean").items():
         if shards[name] is not None:
             mean = mean + full_gradient(shards[name], mean)
-        tensors[f"grad.{name}"] = mean
+        tensors[GRADIENTS.key(name)] = mean
     return tensors
 
 
@@ -139,9 +140,9 @@ def load_window(model: Wrapped, saved: StateReader) -> None:
             parameter.grad = grad
             if unreduced is not None:
                 setattr(part, _PENDING, unreduced)
-        elif f"grad.{name}" in saved.shapes:
+        elif GRADIENTS.key(name) in saved.shapes:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            saved.fill(f"grad.{name}", parameter.grad)
+            saved.fill(GRADIENTS.key(name), parameter.grad)
     rank = saved.rank if exact else 0  # they are equal between windows
     names = [name for name, _ in model.module.named_buffers()]
     before = {name: saved.own(f"before.{name}", rank) for name in names}

@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from fxtrain.backends.core.optimizer_state import optimizer_state, parameter_names
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.errors import StepError
-from fxtrain.models import tensor_bytes
+from fxtrain.ops import tensor_bytes
 from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import rank_loss_guard, settle
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext, Wrapped
+from fxtrain.state.keys import GRADIENTS, optimizer_key
 
 _CALL = ("verify_replicas", "")
 _PIECE = 1 << 22  # elements of a tensor that are widened to int64 at a time
@@ -164,12 +165,12 @@ def _tensors_by_part(model: Wrapped, *, gradients: bool) -> dict[str, dict[str, 
     where = f"{model.ctx.axis('pipeline').rank} {() if now is None else now.peers}"
     tensors: dict[str, Any] = dict(model.module.named_parameters())
     if gradients:
-        named = {f"grad.{name}": parameter.grad for name, parameter in tensors.items()}
+        named = {GRADIENTS.key(name): parameter.grad for name, parameter in tensors.items()}
         tensors |= {name: grad for name, grad in named.items() if grad is not None}
     names = parameter_names(model.module)
     for index, optimizer in enumerate(model.optimizers):
         if local_optimizer(optimizer) is optimizer:  # otherwise each state is on one rank only
-            tensors |= optimizer_state(optimizer, f"optimizer.{index}", names)[0]
+            tensors |= optimizer_state(optimizer, optimizer_key(index), names)[0]
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         parts.setdefault(f"{where} {_shard(tensor)}", {})[name] = local_values(tensor)

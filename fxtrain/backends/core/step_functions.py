@@ -23,6 +23,7 @@ from fxtrain.errors import StepError
 from fxtrain.ops import autocast
 from fxtrain.ops.placeholders import has_no_row, uncounted
 from fxtrain.ops.transport.pace import Pace
+from fxtrain.ops.whole_tensors import local_part
 from fxtrain.state import (
     AccumulationWindow,
     Batch,
@@ -202,7 +203,7 @@ def finite(model: Wrapped) -> bool | Tensor:
     if model.scaler is not None:
         return True
     # Local parts only; the ranks compare the results.
-    grads = (getattr(p.grad, "_local_tensor", p.grad) for p in model.module.parameters())
+    grads = (local_part(p.grad) for p in model.module.parameters())
     present = [grad for grad in grads if grad is not None and grad.numel()]
     # The largest absolute value, which does not overflow: few kernels for many parameters.
     return nn.utils.get_total_norm(present, math.inf).isfinite()
@@ -267,8 +268,7 @@ def _unscale(model: Wrapped) -> None:
     if scaler is None or model.window.unscaled:
         return
     # torch's unscale_ takes gradients of one mesh only, and reduces over that mesh.
-    scale = scaler._scale
-    assert scale is not None
+    scale = scaler.scale(torch.ones((), device=model.ctx.device))
     inverse = (scale.double() if scale.device.type != "mps" else scale).reciprocal().float()
     groups = [group["params"] for each in model.optimizers for group in each.param_groups]
     # Each once: a group that was added later has some of the others.
@@ -336,7 +336,7 @@ def is_distributed(parameters: Any) -> bool:
 
 def local_grads(parameters: Any) -> list[Tensor]:
     """The local tensor of each gradient that exists; writing to it writes to the gradient."""
-    return [getattr(grad, "_local_tensor", grad) for grad in _as_parameters_laid_out(parameters)]
+    return [local_part(grad) for grad in _as_parameters_laid_out(parameters)]
 
 
 def total_norm(
@@ -360,7 +360,7 @@ def total_norm(
     for grad in _as_parameters_laid_out(p for p in parameters if id(p) not in copies):
         groups = _groups_of(grad)
         key = tuple(group.group_name for group in groups)
-        by_groups.setdefault(key, (groups, []))[1].append(getattr(grad, "_local_tensor", grad))
+        by_groups.setdefault(key, (groups, []))[1].append(local_part(grad))
     largest = math.isinf(norm_type)
     reduction: Any = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     total = torch.zeros((), device=model.ctx.device)
@@ -395,9 +395,8 @@ def scale_local(parts: list[Tensor], factor: Any) -> None:
 
 def clamp_local(parts: list[Tensor], limit: float) -> None:
     """Clamp entries to ±`limit` in place."""
-    for alike in _by_dtype_and_device(parts).values():
-        torch._foreach_clamp_min_(alike, -limit)
-        torch._foreach_clamp_max_(alike, limit)
+    for part in parts:
+        part.clamp_(-limit, limit)
 
 
 def unscale_local(parts: list[Tensor], inverse: Tensor) -> Tensor:

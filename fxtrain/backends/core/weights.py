@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from fxtrain import ops
+from fxtrain import _extensions, ops
 from fxtrain._display import counted
 from fxtrain.ops.logs import log
 from fxtrain.ops.whole_tensors import weights_of
-from fxtrain.precision.quantizing import plain_parameters
-from fxtrain.state import DistContext, Plan, Weight, Wrapped
+from fxtrain.state import DistContext, Weight, Wrapped
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -68,8 +67,8 @@ def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weig
     }
 
 
-def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
-    """Convert trained parameters in half precision to fp32, if the plan mixes dtypes.
+def raise_to_fp32(module: nn.Module, ctx: DistContext) -> Callable[[], None]:
+    """Convert trained parameters in half precision to fp32.
 
     Frozen and quantized parameters stay. Buffers of the same submodules follow, since torch's
     kernels of normalizations expect statistics in the dtype of their weights.
@@ -81,7 +80,7 @@ def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[
         A function that converts them back, also after a strategy has replaced them.
     """
     changed: list[tuple[dict[str, Any], str, torch.dtype]] = []
-    trained = _trained_in_half(module) if _mixes_dtypes(plan) else {}
+    trained = _trained_in_half(module)
     for part in module.modules():
         parameters: dict[str, Any] = part._parameters
         names = [name for name, parameter in parameters.items() if id(parameter) in trained]
@@ -107,20 +106,11 @@ def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[
     return undo
 
 
-def _mixes_dtypes(plan: Plan) -> bool:
-    """Whether forward and backward compute in another dtype than parameters have."""
-    if plan.precision.params == "keep" or getattr(plan.strategy, "downcast", False):
-        return False
-    sharding = getattr(plan.strategy, "stages", None) or plan.strategy
-    gathers = getattr(sharding, "param_dtype", "plan")
-    return plan.precision.compute != "fp32" or gathers in ("bf16", "fp16")
-
-
 def _trained_in_half(module: nn.Module) -> dict[int, nn.Parameter]:
     """By id, so that tied parameters count once."""
     return {
         id(parameter): parameter
-        for parameter in plain_parameters(module)
+        for parameter in _extensions.plain_parameters(module)
         if parameter.requires_grad and _is_half(parameter) and not is_lazy(parameter)
     }
 

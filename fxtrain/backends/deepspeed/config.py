@@ -104,6 +104,13 @@ def deepspeed_config(
     return config
 
 
+def partial_config(plan: Plan, ranks: int) -> dict[str, Any]:
+    """The config without what depends on the model and its optimizer; errors as of `resolve`."""
+    base = read_config(plan.strategy)
+    base = {name: base[name] for name in base if name not in ("optimizer", "scheduler")}
+    return resolve_deepspeed(plan, base, ranks=ranks, partial=True)
+
+
 def _scale_entries(scale: LossScale) -> dict[str, int]:
     return {
         "loss_scale": 0,

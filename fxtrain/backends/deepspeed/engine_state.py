@@ -22,6 +22,7 @@ from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import plain_name, weights_of
 from fxtrain.state import FlatShard, ModelState, StateReader, TensorIndex, Weight, Wrapped
+from fxtrain.state.keys import WEIGHTS
 
 _PREFIX = "optimizer.0"
 
@@ -47,7 +48,7 @@ def engine_state(model: Wrapped) -> ModelState:
     extra: dict[str, Any] = {}
     for name, value in model.module.state_dict(keep_vars=True).items():
         place = tensors if isinstance(value, Tensor) else extra
-        place[f"module.{plain_name(name)}"] = local.get(id(value), value)
+        place[WEIGHTS.key(plain_name(name))] = local.get(id(value), value)
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
     values["settings"] = dict(model.strategy_state.values)  # for readers of the manifest
     if model.optimizers:
@@ -58,7 +59,7 @@ def engine_state(model: Wrapped) -> ModelState:
             scheduler.state_dict() for scheduler in flattened(model.scheduler or ())
         ]
         values["scaler"] = _scale_state(model.engine.optimizer)
-    buffers = {f"module.{plain_name(name)}" for name, _ in model.module.named_buffers()}
+    buffers = {WEIGHTS.key(plain_name(name)) for name, _ in model.module.named_buffers()}
     return ModelState(
         tensors=tensors,
         own=counts_state(model.window),
@@ -214,12 +215,12 @@ def _load_module(model: Wrapped, saved: StateReader, masters: _Masters) -> None:
     here = {
         plain_name(name): value for name, value in model.module.state_dict(keep_vars=True).items()
     }
-    names = {name[7:] for name in saved.shapes if name.startswith("module.")}
+    names = {name for key in saved.shapes if (name := WEIGHTS.name(key)) is not None}
     wanted = {name for name, value in here.items() if isinstance(value, Tensor)}
     shapes = {name: tuple(getattr(here[name], "ds_shape", here[name].shape)) for name in wanted}
     wrong = sorted(
         {*(wanted ^ names)}
-        | {n for n in wanted & names if saved.shapes[f"module.{n}"][0] != shapes[n]}
+        | {n for n in wanted & names if saved.shapes[WEIGHTS.key(n)][0] != shapes[n]}
     )
     if wrong:
         raise CheckpointError(
@@ -227,9 +228,9 @@ def _load_module(model: Wrapped, saved: StateReader, masters: _Masters) -> None:
             code="FX603",
         )
     for name in sorted(wanted):
-        value = _read(f"module.{name}", saved)
+        value = _read(WEIGHTS.key(name), saved)
         if saved.ranks == saved.loading_ranks:
-            drifted = saved.own(f"module.{name}", saved.rank)
+            drifted = saved.own(WEIGHTS.key(name), saved.rank)
             value = value if drifted is None else drifted
         _set_whole(here[name], value.to(model.ctx.device), masters.get(here[name]))
     load_extra(model.module, saved.values["module"])

@@ -29,6 +29,7 @@ from fxtrain.backends.deepspeed.config import (
     config_problems,
     device,
     hidden_size,
+    partial_config,
     resolve_deepspeed,
     section,
 )
@@ -81,10 +82,7 @@ def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
     """
     if not isinstance(plan.strategy, DeepSpeed):
         return nullcontext()
-    base = read_config(plan.strategy)
-    base.pop("optimizer", None)
-    base.pop("scheduler", None)
-    config = resolve_deepspeed(plan, base, ranks=ctx.axis("data").world_size, partial=True)
+    config = partial_config(plan, ctx.axis("data").world_size)
     if config[ZERO]["stage"] != 3:
         return nullcontext()
     library = import_deepspeed()
@@ -410,8 +408,7 @@ def connect(library: ModuleType, ctx: DistContext) -> None:
     ensure_group(ctx)
     export_local_rank(ctx)
     groups = library.utils.groups
-    known = dist.distributed_c10d._world.pg_map
-    if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in known:
+    if groups._WORLD_GROUP is not None and not _ranks_of(groups._WORLD_GROUP):
         # A closed and reopened context left DeepSpeed its destroyed groups.
         groups._release_process_group_references(None)
     release_groups(library, ctx)
@@ -529,6 +526,14 @@ def sequence_groups(library: ModuleType, ctx: DistContext) -> SimpleNamespace | 
     return SimpleNamespace(ctx=ctx, **functions)
 
 
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    """The ranks of a process group; none if it is None or was destroyed."""
+    try:
+        return () if group is None else tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        return ()
+
+
 def release_groups(library: ModuleType, ctx: DistContext) -> None:
     """Remove from DeepSpeed the groups that engines of another plan, mesh or context left there.
 
@@ -538,8 +543,7 @@ def release_groups(library: ModuleType, ctx: DistContext) -> None:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # engines keep their own
     if getattr(groups.mpu, "ctx", ctx) is not ctx:
         groups.mpu = None
-    ranks = dist.distributed_c10d._world.pg_group_ranks
-    if tuple(ranks.get(groups._TENSOR_MODEL_PARALLEL_GROUP, ())) == ctx.axis("tensor").comm.ranks:
+    if _ranks_of(groups._TENSOR_MODEL_PARALLEL_GROUP) == ctx.axis("tensor").comm.ranks:
         return
     groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
     groups._DATA_PARALLEL_GROUP = None

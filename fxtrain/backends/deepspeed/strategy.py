@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -12,11 +13,16 @@ from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import send_buffers
 from fxtrain.backends.core.module_changes import unknown_classes
 from fxtrain.backends.deepspeed import setup
+from fxtrain.backends.deepspeed.config import ZERO, config_problems, partial_config
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
-from fxtrain.errors import StepError
+from fxtrain.errors import PlanError, StepError
+from fxtrain.ops.logs import log
+from fxtrain.ops.plan_agreement import LoggedPlans, plan_changes
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import (
     DeepSpeed,
     DistContext,
+    Mesh,
     Plan,
     Strategy,
     UpdateResult,
@@ -24,9 +30,77 @@ from fxtrain.state import (
     Wrapped,
     unsupported,
 )
+from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, is_enabled, read_config
+
+
+def _prepare(action: str, ctx: DistContext, plan: Plan) -> Plan:
+    """The plan with its config's content, and the values that it leaves to the config.
+
+    Logs once what the config adds.
+    """
+    if plan.strategy.config is None:
+        return plan
+    data = _config_on_ranks(action, ctx, plan.strategy)
+    read = attrs.evolve(plan, strategy=attrs.evolve(plan.strategy, config=data))
+    filled = fill_from_config(read, data, ctx.axis("data").world_size)
+    known = ctx.comm.slot(LoggedPlans)
+    if filled != read and filled not in known and not _only_planned(ctx):
+        known.add(filled)
+        log(ctx, "fxtrain.plan").info(
+            "fx.%s takes from the DeepSpeed config what the plan leaves at its default: %s.",
+            *(action, plan_changes(read, filled)),
+        )
+    return filled
+
+
+def _only_planned(ctx: DistContext) -> bool:
+    """Whether a context has no process group, as one by which a launch is checked."""
+    return ctx.comm.simulated and ctx.comm.control is None
+
+
+def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict[str, Any]:
+    """The content of a DeepSpeed config, which every rank can read or none.
+
+    One exchange of packets for a file, which may be missing on some nodes; none for its text, nor
+    without a group of ranks, as where a launch is checked before it starts.
+    """
+    data: dict[str, Any] = {}
+    problem = ""
+    try:
+        data = read_config(strategy)
+    except PlanError as error:
+        problem = error.message
+    from_file = strategy.config is not None and not strategy.config.startswith("{")
+    if from_file and not _only_planned(ctx):
+        problem = problem_of_ranks(f"{action}, to read a DeepSpeed config", problem, ctx)
+    if problem:
+        raise PlanError(problem)
+    return data
+
+
+def _without_batch(plan: Plan) -> Plan:
+    """A plan whose config leaves the rows of a micro-batch and of an update open."""
+    data = read_config(plan.strategy)
+    left = {name: "auto" for name in WINDOW_ENTRIES if name in data}
+    config = {**data, **left} or None
+    return attrs.evolve(plan, strategy=attrs.evolve(plan.strategy, config=config, micro_batch=None))
+
+
+def _raises_parameters(plan: Plan) -> bool:
+    """Only with torch's autocast; otherwise the engine keeps parameters in fp32 by itself."""
+    autocasts = is_enabled(read_config(plan.strategy), "torch_autocast")
+    return autocasts and plan.precision.compute != "fp32"
+
+
+def _shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    data = mesh.replicate * mesh.shard * mesh.context
+    stage = partial_config(plan, data)[ZERO]["stage"]
+    return data if stage == 3 else 1, data if stage else 1
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    if problems := _config_problems(ctx, plan):
+        return problems
     setup.import_deepspeed()
     problems = [*setup.device_problems(ctx, plan)]
     if plan.clip_value is not None:
@@ -65,6 +139,12 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             "DeepSpeed's pipelines need its own modules. Use Mesh(pipeline=1), or PP()."
         )
     return tuple(problems)
+
+
+def _config_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """Problems of the engine's config that depend neither on the model nor on its optimizer."""
+    ranks = ctx.axis("data").world_size
+    return config_problems(partial_config(plan, ranks), ranks)
 
 
 def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -274,6 +354,10 @@ DEEPSPEED_STRATEGY = Strategy(
     name="DeepSpeed",
     config=DeepSpeed,
     check=_check,
+    prepare=_prepare,
+    without_batch=_without_batch,
+    raises_parameters=_raises_parameters,
+    shards=_shards,
     wrap=setup.wrap_engine,
     forward=_forward,
     sync=_sync,

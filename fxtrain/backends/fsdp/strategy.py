@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fxtrain import _tree
-from fxtrain.backends.context.split_sequences import sequence_problems
+from fxtrain import _extensions, _tree
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import apply_with_buffers
-from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.module_changes import (
     unknown_classes,
     unknown_patterns,
@@ -33,8 +31,7 @@ from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import split_problems
 from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision.quantizing import hold_as_parameters
-from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
+from fxtrain.state import FSDP, DistContext, Mesh, Plan, Strategy, Wrapped
 
 # Whether the caller is inside `loss_on_parts`.
 _ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
@@ -43,16 +40,32 @@ _ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     config: FSDP = plan.strategy
     problems = [*xla_problems(ctx, "FSDP"), *unused_axes(ctx, "FSDP", ("pipeline",))]
-    problems += sequence_problems(ctx, plan, module)
+    problems += _extensions.sequence_problems(ctx, plan, module)
     problems += sharding_problems(ctx, config, module)
     if config.expert is not None and plan.local is not None:
         problems.append(
             f"FSDP(expert={config.expert}) cannot be combined with Plan(local=...): experts are "
             f"shared by ranks. Remove one of them."
         )
+    if plan.local is not None and ctx.world_size > 1:
+        problems += _local_problems(ctx, config, type(plan.local).__name__)
     if config.expert is not None and not problems:
         problems += expert_problems(ctx, config, module, shard_size(ctx, config))
     return tuple(problems)
+
+
+def _local_problems(ctx: DistContext, config: FSDP, name: str) -> list[str]:
+    ranks, shard = ctx.axis("data").world_size, ctx.mesh.shard
+    if ranks < ctx.world_size:
+        return []  # refused under every strategy
+    if config.mode != "none" and shard not in (1, ranks) and config.shard in (None, shard):
+        return []
+    return [
+        f"Plan(local={name}(...)) with FSDP averages over the mesh's replicate axis, and "
+        f"shards each replica over its shard axis; both need several ranks, but the mesh has "
+        f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
+        f"shard=...)) or fxtrain launch --mesh shard=..., or DDP()."
+    ]
 
 
 def sharding_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:
@@ -156,12 +169,12 @@ def _wrap(
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     size = shard_size(ctx, plan.strategy)
     with ExitStack() as undo:
-        undo.callback(hold_as_parameters(module, ctx.device))
+        undo.callback(_extensions.hold_as_parameters(module, ctx.device))
         undo.callback(shard_module(module, ctx, plan, size))
         undo = undo.pop_all()
     with undone_together(undo.close, ctx):
         model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close)
-    return independent_replicas(model, size)
+    return _extensions.independent_replicas(model, size)
 
 
 @contextmanager
@@ -250,10 +263,30 @@ def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
         return step_functions.forward(inner, args, {"synced_gpus": True, **kwargs})
 
 
+def raises_parameters(plan: Plan) -> bool:
+    """Whether forward computes in another dtype than parameters have, by plan or by config."""
+    return plan.precision.compute != "fp32" or plan.strategy.param_dtype in ("bf16", "fp16")
+
+
+def shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    """Over how many ranks a config splits parameters, and over how many optimizer states."""
+    config: FSDP = plan.strategy
+    if config.mode == "none":
+        return 1, 1
+    data = mesh.replicate * mesh.shard * mesh.context
+    size = config.shard or (mesh.shard * mesh.context if mesh.shard > 1 else data)
+    return size, size
+
+
 FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
     config=FSDP,
+    raises_parameters=raises_parameters,
+    shards=shards,
+    one_rank=False,
+    waits_in_forward=True,
+    gathers_weights=True,
     full_parameters=False,
     splits_quantized=True,
     updates_on_host=False,
@@ -264,5 +297,5 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     sync=_sync,
     apply=apply_with_buffers,
     cuts_sequences=True,
-    average=average,
+    average=_extensions.average_replicas,
 )

@@ -37,10 +37,17 @@ from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streame
 from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models import load_model
-from fxtrain.models.quantized_loading import quantized_source
+from fxtrain.models.quantized_loading import put_stored_layers, quantized_source
+from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import set_values
-from fxtrain.precision.quantizing import has_no_memory, quantized_layers, stored_tensors
+from fxtrain.precision.quantizing import (
+    allocate,
+    has_no_memory,
+    is_quantized,
+    quantized_layers,
+    stored_tensors,
+)
 from fxtrain.state import (
     DistContext,
     FileTensor,
@@ -413,12 +420,27 @@ def _digests(streaming: Streaming) -> dict[str, str]:
     return {path.name: streaming.digests[path] for path in paths}
 
 
+def _take_layers(module: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Put quantized layers, without memory, where the files have such."""
+    source = plan.strategy.source
+    with ExitStack() as undo:
+        if source is not None and not is_quantized(module):
+            with open_source(source) as tensors:
+                undo.callback(put_stored_layers(source, tensors, module))
+        undo.callback(allocate(module, torch.device("cpu"), memory=False))
+        return undo.pop_all().close
+
+
 OFFLOAD = attrs.evolve(
     SINGLE,
     name="Offload",
     config=Offload,
     check=_check,
     wrap=wrap_streamed,
+    take_layers=_take_layers,
+    one_rank=False,
+    waits_in_forward=True,
+    grads_in_module=False,
     sync=_sync,
     apply=apply_with_buffers,
     state=_trained_state,

@@ -36,7 +36,7 @@ from fxtrain.backends.pipeline.weights import (
 )
 from fxtrain.backends.tensor import split_layers
 from fxtrain.errors import StepError
-from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.ops.whole_tensors import is_sharded, local_part
 from fxtrain.state import FSDP, PP, DistContext, Plan
 
 
@@ -267,7 +267,7 @@ def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
 
 
 def _fake_parameter(like: nn.Parameter, dtype: torch.dtype, mode: OwnFakes) -> nn.Parameter:
-    local: Any = getattr(like, "_local_tensor", like)
+    local: Any = local_part(like)
     with mode:
         fake: Any = torch.empty(local.shape, dtype=dtype, device=local.device)
     if isinstance(like, DTensor):
@@ -288,7 +288,9 @@ def _shard(stage: Stage, partition: Partition, index: int, ctx: DistContext, axe
     named = list(stage.shell.named_parameters(remove_duplicate=False))
     ignored = {p for name, p in named if id(p) not in own or name in axes.whole}
     parts = list(own_units(stage.shell, partition, index, axes.plan.strategy))
+    # Registered only here: torch shards the parameters that it finds among the stage's modules.
     stage.add_module("inside", stage.shell)
+    # `_split_stage` has added hooks that cast inputs.
     config: FSDP = attrs.evolve(axes.plan.strategy, cast_inputs=False)
     shard_parts(stage, parts, ignored, axes.mesh, ctx, attrs.evolve(axes.plan, strategy=config))
 

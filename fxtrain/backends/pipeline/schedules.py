@@ -36,12 +36,14 @@ class PreparedSchedule:
 
     Attributes:
         schedule: torch's.
+        trains: Whether it runs backward as well.
         parts: Number of its micro-batches.
         sends: By stage, what it sends to the next one.
         form: The last stage's description of its results; None until it is broadcast.
     """
 
     schedule: Any
+    trains: bool
     parts: int
     sends: Mapping[int, tuple[TensorMeta, ...]]
     form: Any = None
@@ -95,8 +97,10 @@ class Pipeline:
 
     def run(self, ready: PreparedSchedule, job: StageTask) -> None:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
+        # torch splits its inputs into micro-batches along dimension 0. It gets the numbers of the
+        # micro-batches, since their arguments are any trees, which the job finds by number.
         index = torch.arange(ready.parts, device="cpu")
-        kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
+        kwargs = {"target": index} if ready.trains else {}
         failure: BaseException | None = None
         for stage in self.stages.values():
             stage.job = job
@@ -105,6 +109,7 @@ class Pipeline:
         except RuntimeError as error:  # torch wraps those of a forward
             if "failed to run forward" not in str(error):
                 raise
+            # The model's own error, which callers may catch by its class.
             failure = error.__cause__
         finally:
             for stage in self.stages.values():
@@ -195,7 +200,10 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
         if vote is not None and model.ctx.comm.simulated:
             stage._warmup_backward_result = functools.partial(_all_stages_ready, vote)
     return PreparedSchedule(
-        schedule=_schedule(model, stages, parts, train=train), parts=parts, sends=sends
+        schedule=_schedule(model, stages, parts, train=train),
+        trains=train,
+        parts=parts,
+        sends=sends,
     )
 
 
@@ -257,7 +265,7 @@ class _ForwardSchedule(torch_schedules._PipelineScheduleRuntime):
         add_waits = getattr(torch_schedules, "_add_wait_send", lambda actions: actions)
         self.pipeline_order_with_comms = add_waits(
             torch_schedules._add_send_recv(
-                whole, stage_to_rank=owners.__getitem__, num_stages=self._num_stages
+                whole, stage_to_rank=owners.__getitem__, num_stages=len(owners)
             )
         )
         for stage in stages:

@@ -20,7 +20,9 @@ from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.module_changes import unused_axes
 from fxtrain.backends.fsdp.strategy import (
     loss_on_parts,
+    raises_parameters,
     sharding_problems,
+    shards,
     splits_logits,
     undone_together,
 )
@@ -44,6 +46,7 @@ from fxtrain.state import (
     PP,
     Batch,
     DistContext,
+    Mesh,
     Plan,
     Strategy,
     WeightedLoss,
@@ -147,6 +150,7 @@ def _wrap(
     return attrs.evolve(model, engine=engine)
 
 
+# Not an Exception: `except Exception` in the loss function must not stop it.
 class _ModelCalled(BaseException):
     """Raised where the loss function calls the model, which ends its first run."""
 
@@ -187,6 +191,7 @@ def run(
         share = _computed_loss(model, compute_loss, micro_batches[index], seeds[index], out)
         shares.append(attrs.evolve(share, loss=share.mean))
         loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
+        # torch's schedules detach it in place, which a view refuses.
         return loss.clone() if loss._is_view() else loss
 
     def fake() -> WeightedLoss:
@@ -506,10 +511,31 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
     SINGLE.backward(loss, model)
 
 
+def _of_config(plan: Plan) -> Plan:
+    """The plan of each stage by itself."""
+    return attrs.evolve(plan, strategy=plan.strategy.stages)
+
+
+def _raises_parameters(plan: Plan) -> bool:
+    if plan.strategy.stages is None:
+        return SINGLE.raises_parameters(plan)
+    return raises_parameters(_of_config(plan))
+
+
+def _shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    return (1, 1) if plan.strategy.stages is None else shards(_of_config(plan), mesh)
+
+
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
     config=PP,
+    raises_parameters=_raises_parameters,
+    outputs_everywhere=lambda plan: plan.strategy.outputs == "all",
+    shards=_shards,
+    one_rank=False,
+    waits_in_forward=True,
+    grads_in_module=False,
     full_parameters=False,
     converts_layers=False,
     updates_on_host=False,

@@ -22,6 +22,7 @@ from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import plain_name, weight_of
 from fxtrain.state import DistContext, ModelState, StateReader, TensorIndex, Weight, Wrapped
+from fxtrain.state.keys import GRADIENTS, WEIGHTS
 from fxtrain.state.mesh import axis_groups
 
 
@@ -156,11 +157,12 @@ def pipeline_state(model: Wrapped) -> ModelState:
 
 def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
     """The sums over stages of the gradients of parameters that they share."""
+    # Stages add them up when their window closes; a checkpoint inside of it is of one process.
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     sums: dict[str, Tensor] = {}
     for group, names in model.engine.shared_groups:
         for name in [name for name in names if parameters[name].requires_grad]:
-            saved = f"grad.{plain_name(name)}"
+            saved = GRADIENTS.key(plain_name(name))
             sums[saved] = full_gradient(state.tensors.get(saved), parameters[name]).clone()
             dist.all_reduce(sums[saved], group=group)
     return sums
@@ -178,7 +180,7 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     for stage in engine.stages.values():
         for name, buffer in stage.shell.named_buffers():
             # Copies of other stages' buffers, for what depends on no parameter.
-            saved_name = f"module.{plain_name(name)}"
+            saved_name = WEIGHTS.key(plain_name(name))
             if id(buffer) not in own and saved_name in saved.shapes:
                 saved.fill(saved_name, buffer)
 
@@ -186,9 +188,9 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
 def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReader:
     holders = {plain_name(name): partition.holders(name) for name in partition.stages}
     others = {name for name, ranks in holders.items() if rank not in ranks}
-    tensors = {f"module.{name}" for name in others}
+    tensors = {WEIGHTS.key(name) for name in others}
     # Of a gradient that stages share, and sum when their window closes, one gets the sum so far.
-    tensors |= {f"grad.{name}" for name, ranks in holders.items() if ranks[0] != rank}
+    tensors |= {GRADIENTS.key(name) for name, ranks in holders.items() if ranks[0] != rank}
     optimizers = [
         {
             **each,
@@ -213,7 +215,7 @@ def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReade
 
 def _is_on_other_ranks(name: str, tensors: Iterable[str], others: set[str]) -> bool:
     """Whether every tensor of the owner of some extra state is on other ranks."""
-    path = name.removeprefix("module.").rpartition("_extra_state")[0]
+    path = (WEIGHTS.name(name) or name).rpartition("_extra_state")[0]
     names = [tensor for tensor in tensors if tensor.startswith(path)]
     return bool(names) and all(tensor in others for tensor in names)
 

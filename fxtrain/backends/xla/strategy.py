@@ -25,8 +25,8 @@ from fxtrain.backends.core.module_changes import (
 )
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
 from fxtrain.backends.single import SINGLE, make_handle
-from fxtrain.models.block_names import block_names
-from fxtrain.ops import xla_runtime
+from fxtrain.backends.xla import xla_runtime
+from fxtrain.ops.block_names import block_names
 from fxtrain.state import (
     XLA,
     DistContext,
@@ -283,10 +283,18 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 
+def _raises_parameters(plan: Plan) -> bool:
+    return SINGLE.raises_parameters(plan) and not plan.strategy.downcast
+
+
 XLA_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="XLA",
     config=XLA,
+    raises_parameters=_raises_parameters,
+    one_rank=False,
+    waits_in_forward=True,
+    grads_in_module=False,
     full_parameters=False,
     converts_layers=False,
     updates_on_host=False,

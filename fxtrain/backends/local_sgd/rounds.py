@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
+from fxtrain.state.keys import ROUND
 
 # Among the fragments, the key of floating-point buffers. They have the weights of the last one,
 # which this is the index of as well.
@@ -243,16 +244,16 @@ def first_round(
 
 def outer_state(now: Round) -> dict[str, Tensor]:
     """What is equal on all replicas, by its names in a checkpoint."""
-    anchor = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
-    return anchor | {f"round.momentum.{name}": value for name, value in now.momentum.items()}
+    anchor = {ROUND.key(f"anchor.{name}"): value for name, value in now.anchor.items()}
+    return anchor | {ROUND.key(f"momentum.{name}"): value for name, value in now.momentum.items()}
 
 
 def load_outer_state(now: Round, saved: StateReader) -> None:
     """Restore what is equal on all replicas; from the current parameters if none was saved."""
     for name, value in now.anchor.items():
-        if f"round.anchor.{name}" in saved.shapes:
-            saved.fill(f"round.anchor.{name}", value)
-            saved.fill(f"round.momentum.{name}", now.momentum[name])
+        if ROUND.key(f"anchor.{name}") in saved.shapes:
+            saved.fill(ROUND.key(f"anchor.{name}"), value)
+            saved.fill(ROUND.key(f"momentum.{name}"), now.momentum[name])
         else:
             value.copy_(now.parameters[name].detach())
             now.momentum[name].zero_()
@@ -337,19 +338,16 @@ def _outer_step(
     anchor, momentum = parts_of(now.anchor, names), parts_of(now.momentum, names)
     if not anchor:
         return []
-    torch._foreach_mul_(momentum, local.outer_momentum)
-    torch._foreach_add_(momentum, moved)
-    if local.nesterov:
-        moved = list(torch._foreach_add(moved, momentum, alpha=local.outer_momentum))
-    else:
-        moved = momentum
-    torch._foreach_add_(anchor, moved, alpha=local.outer_lr)
+    for start, average, change in zip(anchor, momentum, moved, strict=True):
+        average.mul_(local.outer_momentum).add_(change)
+        step = change.add(average, alpha=local.outer_momentum) if local.nesterov else average
+        start.add_(step, alpha=local.outer_lr)
     return anchor
 
 
 def parts_of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     """The local part of each tensor."""
-    return [getattr(tensors[name], "_local_tensor", tensors[name]) for name in names]
+    return [local_values(tensors[name]) for name in names]
 
 
 def _accumulation_copy(tensor: Tensor) -> Tensor:

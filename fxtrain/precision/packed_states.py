@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor, Shard
 
 from fxtrain.errors import CheckpointError
+from fxtrain.ops.whole_tensors import local_part
 
 _SMALLEST = 4096  # values of a local part below which torchao's states are plain
 
@@ -42,20 +42,21 @@ def step_without_cache(optimizer: torch.optim.Optimizer) -> None:
     The cache takes the states of one class for those of another, since it looks at the shape and
     dtype of a DTensor only: a graph of AdamW8bit would run in AdamW4bit, with an error.
     """
-    without_cache = functorch_config.patch(enable_autograd_cache=False)
+    settings: Any = torch.compiler.config
+    without_cache = settings.patch(force_disable_caches=True)
     optimizer.step = MethodType(without_cache(type(optimizer).step), optimizer)
 
 
 def is_packed(value: Any) -> bool:
     """Whether a state is such a tensor, which has no memory of its own."""
-    value = value._local_tensor if isinstance(value, DTensor) else value
+    value = local_part(value)
     return _CLASSES.get(type(value).__name__) == type(value).__module__
 
 
 def pack_value(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors inside a state, live, and what else describes it, as plain values."""
     sharded = isinstance(value, DTensor)
-    local: Any = value._local_tensor if sharded else value
+    local: Any = local_part(value)
     names, attributes = local.__tensor_flatten__()
     tensors = {name: getattr(local, name) for name in names}
     if sharded:
@@ -107,7 +108,7 @@ def _over_ranks(local: Tensor, like: DTensor) -> Tensor:
     """The parts of all ranks as one tensor, sharded as a state is."""
     count = _shards(like) or 1
     shape, stride = like.shape, like.stride()
-    if local.shape != like._local_tensor.shape:  # one entry per block, or several values in one
+    if local.shape != local_part(like).shape:  # one entry per block, or several values in one
         shape, stride = torch.Size([count * local.numel()]), (1,)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
@@ -144,7 +145,7 @@ def unpack_value(
         name: each if name == _TABLE else _of_rank(each, parameter)
         for name, each in tensors.items()
     }
-    shape = parameter._local_tensor.shape
+    shape = local_part(parameter).shape
     attributes = [shape if isinstance(each, torch.Size) else each for each in attributes]
     return DTensor.from_local(
         kind.__tensor_unflatten__(local, attributes),
@@ -170,7 +171,7 @@ def _check_blocks(parameter: DTensor, block: int) -> None:
 def _of_rank(tensor: Tensor, like: DTensor) -> Tensor:
     """This rank's part of a tensor."""
     if isinstance(tensor, DTensor):
-        return tensor._local_tensor
+        return local_part(tensor)
     dims = [dim for dim, placement in enumerate(like.placements) if not placement.is_replicate()]
     if not dims:
         return tensor

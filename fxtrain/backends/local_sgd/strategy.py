@@ -5,6 +5,7 @@ so that a round of one update of plain SGD equals one update on all rows.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from fxtrain import ops
 from fxtrain.backends.core.device_mesh import second_group
 from fxtrain.backends.core.optimizer_state import values_as_bytes, values_from_bytes
-from fxtrain.backends.core.rounds import (
+from fxtrain.backends.core.step_functions import broadcast_tensors
+from fxtrain.backends.core.weights import from_first_rank
+from fxtrain.backends.local_sgd.rounds import (
     BUFFERS,
     MIN_WEIGHT,
     PendingMean,
@@ -27,14 +30,10 @@ from fxtrain.backends.core.rounds import (
     pack_fragment,
     send,
 )
-from fxtrain.backends.core.step_functions import broadcast_tensors
-from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import (
-    DDP,
-    FSDP,
     Batch,
     Comm,
     DiLoCo,
@@ -45,7 +44,6 @@ from fxtrain.state import (
     Plan,
     Position,
     Round,
-    Single,
     StateReader,
     Strategy,
     TensorIndex,
@@ -55,6 +53,7 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
 )
+from fxtrain.state.keys import GRADIENTS, ROUND, WEIGHTS, optimizer_key
 from fxtrain.state.strategy_configs import fragments_due
 
 _WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
@@ -62,44 +61,22 @@ _RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint
 _FRAGMENTS = "fragments"  # names of their parameters
 
 
-def local_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
-    """Why replicas cannot train independently under a plan."""
-    local, config = plan.local, plan.strategy
-    if local is None or ctx.world_size == 1:
+def local_problems(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """Why replicas cannot train independently under a plan, whatever the strategy's settings."""
+    if plan.local is None or ctx.world_size == 1:
         return ()
-    name = type(local).__name__
-    if not isinstance(config, DDP | FSDP | Single):
+    name = type(plan.local).__name__
+    if strategy.average is None:
         return (
-            f"Plan(local={name}(...)) trains replicas independently, but {type(config).__name__} "
-            f"does not support that. Use DDP(), or FSDP(shard=...).",
+            f"Plan(local={name}(...)) trains replicas independently, but {strategy.name} does not "
+            f"support that. Use DDP(), or FSDP(shard=...).",
         )
-    problems = [
+    return tuple(
         f"Plan(local={name}(...)) averages over the data axis, but the mesh has {axis}={n}. "
         f"Omit that axis from fx.Mesh(...)."
         for axis, n in ctx.mesh.sizes.items()
         if n > 1 and axis not in ("replicate", "shard")
-    ]
-    if isinstance(config, DDP) and config.shard_optimizer:
-        problems.append(
-            f"Plan(local={name}(...)) gives each replica its own optimizer, but "
-            f"DDP(shard_optimizer=True) shares one. Remove one of them."
-        )
-    if isinstance(config, FSDP):
-        problems += _fsdp_problems(ctx, config, name)
-    return tuple(problems)
-
-
-def _fsdp_problems(ctx: DistContext, config: FSDP, name: str) -> list[str]:
-    problems: list[str] = []
-    ranks, shard = ctx.axis("data").world_size, ctx.mesh.shard
-    if config.mode == "none" or shard in (1, ranks) or config.shard not in (None, shard):
-        problems.append(
-            f"Plan(local={name}(...)) with FSDP averages over the mesh's replicate axis, and "
-            f"shards each replica over its shard axis; both need several ranks, but the mesh has "
-            f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
-            f"shard=...)) or fxtrain launch --mesh shard=..., or DDP()."
-        )
-    return problems
+    )
 
 
 def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
@@ -173,7 +150,7 @@ def _state(inner: Strategy, model: Wrapped) -> ModelState:
     """Every tensor and every optimizer differs between replicas."""
     state, now = inner.state(model), _round(model)
     optimizers = {
-        f"optimizer.{index}.state": values_as_bytes(values["state"], f"optimizer.{index}")
+        optimizer_key(index, "state"): values_as_bytes(values["state"], optimizer_key(index))
         for index, values in enumerate(state.values["optimizers"])
     }
     return attrs.evolve(
@@ -207,8 +184,8 @@ def _of_this_replica(saved: StateReader) -> StateReader:
 
     def fill(name: str, tensor: Any) -> None:
         saved.fill(name, tensor)
-        if name.startswith("grad."):  # the mean; `load_window` reads what is this rank's own
-            return
+        if GRADIENTS.name(name) is not None:
+            return  # the mean; `load_window` reads what is this rank's own
         if (own := saved.own(name, saved.rank)) is not None:
             local_values(tensor).copy_(own)
 
@@ -218,7 +195,7 @@ def _of_this_replica(saved: StateReader) -> StateReader:
     states: dict[str, Any] = {}
     optimizers: list[Any] = []
     for index, optimizer in enumerate(saved.values["optimizers"]):
-        name = f"optimizer.{index}.state"
+        name = optimizer_key(index, "state")
         if (raw := saved.own(name, saved.rank)) is not None:
             states[name] = values_from_bytes(raw)
         optimizers.append({**optimizer, "state": states.get(name, optimizer["state"])})
@@ -249,7 +226,7 @@ def _fill_both(
 
 
 @torch.no_grad()
-def average(model: Wrapped, position: Position | None) -> None:
+def average_replicas(model: Wrapped, position: Position | None) -> None:
     """End a round, if it ends here: every replica gets the mean, or the outer optimizer's result.
 
     Floating-point buffers are averaged as well; of others, the first replica's values are used.
@@ -264,7 +241,8 @@ def average(model: Wrapped, position: Position | None) -> None:
         # A window still open where the data ends belongs to the round of its update.
         now.rows.add_(now.open_rows)
         now.weight.add_(now.open_weight)
-        torch._foreach_zero_([now.open_rows, now.open_weight])
+        now.open_rows.zero_()
+        now.open_weight.zero_()
     everything = position is None or position.is_last
     update = 0 if position is None else position.updates
     due = [n for n, exchange in now.under_way.items() if everything or exchange.due <= update]
@@ -358,11 +336,11 @@ def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, key: int) -> N
 
 def _accounts(now: Round) -> dict[str, Tensor]:
     return {
-        "round.rows": now.rows,
-        "round.weight": now.weight,
-        "round.open_rows": now.open_rows,
-        "round.open_weight": now.open_weight,
-        **{f"round.residual.{name}": value for name, value in now.residual.items()},
+        ROUND.key("rows"): now.rows,
+        ROUND.key("weight"): now.weight,
+        ROUND.key("open_rows"): now.open_rows,
+        ROUND.key("open_weight"): now.open_weight,
+        **{ROUND.key(f"residual.{name}"): value for name, value in now.residual.items()},
     }
 
 
@@ -384,21 +362,24 @@ def _load_round(model: Wrapped, now: Round, saved: StateReader, *, resumes: bool
 def _under_way(now: Round) -> dict[str, Tensor]:
     """What a checkpoint has of the exchanges that are under way."""
     tensors = {
-        f"round.sent.{fragment}.{number}": flat
+        ROUND.key(f"sent.{fragment}.{number}"): flat
         for fragment, exchange in now.under_way.items()
         for number, flat in enumerate(exchange.sent)
     }
     due = [[fragment, exchange.due] for fragment, exchange in now.under_way.items()]
     if due:
-        tensors["round.due"] = torch.tensor(due, device="cpu")
+        tensors[ROUND.key("due")] = torch.tensor(due, device="cpu")
     return tensors
 
 
 def _resume_exchanges(model: Wrapped, now: Round, saved: StateReader) -> None:
-    due = saved.own("round.due", saved.rank)
+    due = saved.own(ROUND.key("due"), saved.rank)
     for fragment, update in [] if due is None else due.tolist():
         sent: list[Tensor] = []
-        while (flat := saved.own(f"round.sent.{fragment}.{len(sent)}", saved.rank)) is not None:
+        for number in itertools.count():
+            flat = saved.own(ROUND.key(f"sent.{fragment}.{number}"), saved.rank)
+            if flat is None:
+                break
             sent.append(flat.to(now.copies.device))
         group = _delayed_group(model, now)
         exchange = PendingMean(due=update, sent=sent)
@@ -414,7 +395,7 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
     if size is None or saved.own(name, 0) is None:
         return None
     fragments = saved.values.get(_FRAGMENTS, [])
-    short = name.removeprefix("module.")
+    short = WEIGHTS.name(name)
     fragment = next((n for n, names in enumerate(fragments) if short in names), 0)
     total, weights = 0.0, 0.0
     for first in range(0, saved.ranks, size):
@@ -431,8 +412,8 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
 
 def _saved_weight(saved: StateReader, ranks: range, fragment: int) -> float:
     """The weight of a replica that was saved by some ranks, for a fragment."""
-    rows = saved.own("round.rows", ranks[0])
-    weights = [saved.own("round.weight", rank) for rank in ranks]
+    rows = saved.own(ROUND.key("rows"), ranks[0])
+    weights = [saved.own(ROUND.key("weight"), rank) for rank in ranks]
     assert rows is not None  # every rank of such a checkpoint has saved them
     weight = torch.stack(
         [tensor.reshape(-1)[fragment] for tensor in weights if tensor is not None]

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.optim import _muon
 
 from fxtrain._display import counted
 from fxtrain.backends.core.device_mesh import group_of_mesh, open_stage_group
 from fxtrain.errors import PlanError
+from fxtrain.ops.splitting import shard_box
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext
 
@@ -126,7 +125,7 @@ class Muon(torch.optim.Muon):
         lr = float(group["lr"])
         weights = local_values(parameter)
         weights.mul_(1 - lr * group["weight_decay"])
-        rate = _muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
+        rate = lr * _rate_of(group["adjust_lr_fn"], parameter.shape)
         weights.add_(update.to(weights.device), alpha=-rate)
 
     def _matrix(self, parameter: Tensor) -> _Matrix:
@@ -171,7 +170,7 @@ def _shards(
     shards: list[_Shard] = []
     replicas: dict[tuple[int, ...], int] = {}
     for place in itertools.product(*map(range, sizes)):
-        shape, start = _compute_local_shape_and_global_offset(whole, sizes, list(place), placements)
+        start, shape = shard_box(whole, sizes, place, placements)
         rows, columns = (slice(at, at + n) for at, n in zip(start, shape, strict=True))
         replica = tuple(i for i, how in zip(place, placements, strict=True) if how.is_replicate())
         shards.append(((rows, columns), replicas.setdefault(replica, len(replicas))))
@@ -218,13 +217,41 @@ def _orthogonalized(
         for rank, (at, _) in enumerate(matrix.shards):
             if matrix.sends(rank, one.here):
                 whole[at] = next(arrived[rank])
-        update = _muon._zeropower_via_newtonschulz(
+        update = _newton_schulz(
             whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
         ).contiguous()  # of a tall matrix it is transposed, and slow to add
         for result, (at, _) in zip(results, matrix.shards, strict=True):
             result.append(update[at])
     arrived = _exchange(one, results, shapes, apart=len(ranks) == 1)
     return [next(arrived[owner]) for owner in owners]
+
+
+def _newton_schulz(
+    momentum: Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> Tensor:
+    """A nearly orthogonal matrix, with the operations of torch's Muon, bit for bit.
+
+    Changes `momentum`.
+
+    Source:
+        torch.optim.Muon.
+    """
+    a, b, c = coefficients
+    tall = momentum.size(0) > momentum.size(1)
+    matrix = momentum.T if tall else momentum
+    matrix.div_(matrix.norm().clamp(min=eps))  # so that the spectral norm is at most 1
+    for _ in range(steps):
+        gram = matrix @ matrix.T
+        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+    return matrix.T if tall else matrix
+
+
+def _rate_of(adjust: str | None, shape: torch.Size) -> float:
+    """By how much torch's Muon multiplies the learning rate of a matrix."""
+    rows, columns = shape
+    if adjust in (None, "original"):
+        return math.sqrt(max(1, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else 1.0
 
 
 def _exchange(
