@@ -52,13 +52,11 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(
-        self, width: int = 128, depth: int = 4, heads: int = 4, words: int = VOCABULARY
-    ) -> None:
+    def __init__(self, width: int = 128, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, width)
+        self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(GptBlock(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, x_BT: Tensor) -> Tensor:
         x_BTD = self.embed(x_BT)

@@ -2,7 +2,8 @@
 
 python -m benchmarks.size [--against REVISION]
 
-With a revision of git, its figures stand beside those of the working tree.
+With a revision of git, its figures stand beside those of the working tree. What is core, and what
+stands on it, is read from the contract in `pyproject.toml`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tarfile
 import tempfile
 import tokenize
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from benchmarks._common import show
 ROOT = Path(__file__).parent.parent
 # Decorators that make a class a record, by the last part of their names.
 RECORDS = {"define", "frozen", "launch_record", "record"}
+CONTRACT = "The core imports nothing that stands on it"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures = [figures_of(ROOT)]
     if revision:
         with tempfile.TemporaryDirectory() as folder:
-            archive = ["git", "archive", revision, "fxtrain", "benchmarks"]
+            archive = ["git", "archive", revision, "fxtrain", "benchmarks", "pyproject.toml"]
             packed = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True).stdout
             with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
                 tar.extractall(folder, filter="data")
@@ -48,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 def figures_of(root: Path) -> dict[str, int]:
     """Counts of the package below `root`, by what they count."""
     figures: Counter[str] = Counter()
-    package = root / "fxtrain"
+    package, around = root / "fxtrain", around_core(root)
     for path in sorted(package.rglob("*.py")):
         text = path.read_text()
         part = path.relative_to(package).parts
@@ -58,6 +61,9 @@ def figures_of(root: Path) -> dict[str, int]:
         figures["lines"] += text.count("\n")
         figures["code lines"] += code
         figures[f"code lines, {folder}"] += code
+        module = "/".join(("fxtrain", *part)).removesuffix(".py").replace("/", ".") + "."
+        side = "around" if module.startswith(around) else "core"
+        figures[f"code lines: {side}"] += code if around else 0
         nodes = list(ast.walk(ast.parse(text)))
         figures["records"] += sum(is_record(node) for node in nodes)
         figures["functions"] += sum(
@@ -68,6 +74,14 @@ def figures_of(root: Path) -> dict[str, int]:
         figures[f"frames, {call}, files"] = files
     figures["public names"] = int(run_in(root, "import fxtrain; print(len(fxtrain.__all__))"))
     return dict(figures)
+
+
+def around_core(root: Path) -> tuple[str, ...]:
+    """Packages and modules that are not the core, each with a dot behind it."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    found = [each["forbidden_modules"] for each in contracts if each["name"] == CONTRACT]
+    return tuple(f"{name}." for names in found for name in names)
 
 
 def code_lines(text: str) -> int:

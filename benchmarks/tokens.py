@@ -19,7 +19,7 @@ import torch
 
 import fxtrain as fx
 from benchmarks._common import interleaved, show
-from fxtrain.data.token_rows import pack_documents
+from fxtrain.token_files.rows import pack_documents
 
 TOKENS, DOCUMENTS, LENGTH, ROWS = 10**9, 10**8, 2048, 8
 BLOCK = 10**7  # entries written at a time

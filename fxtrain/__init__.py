@@ -5,18 +5,12 @@ answer without importing torch.
 """
 
 import importlib
-from pathlib import Path
 from typing import Any
 
+from fxtrain._stubs import homes_of, load_name
 from fxtrain._version import __version__ as __version__
 
-# By name, the module that has it; "fxtrain" for modules themselves. Each line of the stub is
-# `from module import name as name`.
-_HOMES = {
-    line.split()[3]: line.split()[1]
-    for line in Path(__file__).with_suffix(".pyi").read_text("utf-8").splitlines()
-    if line.startswith("from ")
-}
+_HOMES = homes_of(__file__)  # "fxtrain" is the home of modules themselves
 _MODULES = [name for name, home in _HOMES.items() if home == __name__]
 
 __all__ = sorted({*_HOMES} - {*_MODULES, "__version__"} | {"ops", "state"})  # pyright: ignore[reportUnsupportedDunderAll]
@@ -27,7 +21,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fxtrain.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fxtrain' has no attribute {name!r}{_instead_of(name)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = load_name(_HOMES[name], name)
     globals()[name] = value  # found once; later look-ups cost nothing
     return value
 

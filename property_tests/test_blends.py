@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.state.token_files import weight_at
+from fxtrain.token_files.records import weight_at
 from tests.data._loaders import world
 from tests.data._token_files import write_nanogpt
 

@@ -12,11 +12,11 @@ import fxtrain as fx
 from fxtrain.backends import built_in
 from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.wrapping import problems_of
+from fxtrain.backends.xla import xla_runtime
 from fxtrain.cli import main
 from fxtrain.diagnosis.setups import planned_context, stand_in, without_names
 from fxtrain.launchers.config import resolve
 from fxtrain.launchers.machine import default_ranks
-from fxtrain.ops import xla_runtime
 from fxtrain.testing import fake_world
 
 config_args = pytest.importorskip("accelerate.commands.config.config_args")

@@ -17,7 +17,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.models import export, load_model
 from fxtrain.models.safetensors_files import read_header
-from fxtrain.models.tensor_bytes import DTYPE_NAMES
+from fxtrain.ops.tensor_bytes import DTYPE_NAMES
 from tests.checkpoint._ranks import ready
 from tests.checkpoint._runs import bits
 

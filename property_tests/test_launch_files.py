@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.cli.config import MachineFacts, interview
+from fxtrain.cli.questions import MachineFacts, interview
 from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, RULES, convert_accelerate
 from fxtrain.launchers.config import LaunchConfig, launch_config, render
 from fxtrain.state.parsing import parse_text

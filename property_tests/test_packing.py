@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.data.order import permutation_in_blocks
-from fxtrain.data.token_rows import pack_documents
+from fxtrain.token_files.rows import pack_documents
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt
 

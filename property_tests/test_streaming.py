@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends.core.rounds import BLOCK, dequantize, quantize
+from fxtrain.backends.local_sgd.rounds import BLOCK, dequantize, quantize
 from property_tests.test_local import _inner, _loss, _net, _rows
 
 EPOCHS = 2

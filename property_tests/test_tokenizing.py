@@ -36,7 +36,7 @@ def _written(place, files, settings, *, part, stops=(), workers=1):
     inputs = [str(write_lines(place / f"{n}.jsonl", texts)) for n, texts in enumerate(files)]
     output = str(place / f"out-{next(NUMBERS)}")
     tokenizer = write_tokenizer(place, LARGE)
-    with mock.patch("fxtrain.data.tokenizing._SMALLEST", part):
+    with mock.patch("fxtrain.token_files.tokenizing._SMALLEST", part):
         for stop in stops:
             with contextlib.suppress(Stopped):
                 fx.data.tokenize(inputs, output, tokenizer, **settings, progress=stop_after(stop))
@@ -79,5 +79,7 @@ def test_processes_write_the_bytes_of_one(folder):
     alone = _written(place, files, how, part=40)[1]
     # As processes that have torch loaded; tests/data/test_tokenizing.py has real starts.
     context = starter()
-    with mock.patch("fxtrain.data.tokenizing.multiprocessing.get_context", lambda _: context):
+    with mock.patch(
+        "fxtrain.token_files.tokenizing.multiprocessing.get_context", lambda _: context
+    ):
         assert _written(place, files, how, part=40, stops=[2], workers=2)[1] == alone

@@ -16,9 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 import fxtrain as fx
 from fxtrain._display import show_bytes
-from fxtrain.loop import fit_entries, fitting
-from fxtrain.loop.fit_entries import progress
+from fxtrain.loop import fitting
+from fxtrain.trackers import progress as showing
 from fxtrain.trackers import read_run
+from fxtrain.trackers.progress import progress
 from tests._errors import raises_code
 
 
@@ -239,7 +240,7 @@ def test_the_time_left_is_by_the_clock_since_the_run_was_opened(
     """Also where entries are further apart than the half minute that bars of rich look back."""
     seen, clock = io.StringIO(), itertools.chain([0.0], itertools.repeat(30.0))
     console = Console(file=seen, force_terminal=terminal, width=120)
-    monkeypatch.setattr(fit_entries, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(showing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with fx.track(tmp_path, ctx, [progress(4, every_s=0.0, console=console)]) as run:
         run.log({"loss": 0.5, "rows_per_s": 12.0, "evaluate_s": 3.0}, 3)
     assert "0:00:10 left" in seen.getvalue() and "loss 0.5" in seen.getvalue()

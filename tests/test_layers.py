@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,12 +12,15 @@ from types import ModuleType
 import attrs
 import pytest
 
+from fxtrain import _extensions
+from fxtrain._stubs import load_name
 from fxtrain.state.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "fxtrain").rglob("*.py"))
 PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
 PACKAGE = ROOT / "fxtrain" / "__init__.py"
+_EXTENSIONS = (ROOT / "fxtrain" / "_extensions.pyi").read_text()
 TESTS = sorted(path for name in ("tests", "property_tests") for path in (ROOT / name).rglob("*.py"))
 
 FILE_LINES = 600
@@ -181,6 +185,7 @@ MUTABLE = {
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Updates": "how many updates the models of a context have made",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
+    "fxtrain.ops.transport.messages.Messages": "which messages of an exchange are over",
     "fxtrain.ops.standing.RunFolder": "the folder of the run that a context trains",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
@@ -194,7 +199,7 @@ MUTABLE = {
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.core.gradient_buckets._Progress": "how far a forward and its backward are",
-    "fxtrain.backends.xla.RecompilationLog": "counts compilations of one model",
+    "fxtrain.backends.xla.strategy.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.choosing.searching._Search": "the plans that are left to try, and what was found",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",
@@ -306,6 +311,37 @@ def test_the_layout_has_every_package():
         for name in re.findall(r"`([\w/.]+)`", layout)
     }
     assert packages - named == {"__init__.py", "__main__.py", "_version.py"}
+
+
+def test_the_core_and_what_stands_on_it_are_all_of_the_library():
+    """By the contract in `pyproject.toml`; surfaces, which only re-export, belong to neither."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    name = "The core imports nothing that stands on it"
+    (contract,) = (one for one in contracts["contracts"] if one["name"] == name)
+    listed = (*contract["source_modules"], *contract["forbidden_modules"])
+    loose = [
+        name
+        for path in SOURCES
+        if path.name not in ("__init__.py", "__main__.py")
+        and (name := _name(path).removesuffix(".py").replace("/", "."))
+        and not any(f"{name}.".startswith(f"{one}.") for one in listed)
+    ]
+    assert loose == [], "name these modules in one of the two lists"
+
+
+def test_every_extension_is_there_and_called_by_the_core():
+    rows = re.findall(r"^from ([\w.]+) import (\w+) as (\w+)$", _EXTENSIONS, re.MULTILINE)
+    assert rows == sorted(rows) and all(name == other for _, name, other in rows)
+    for home, name, _ in rows:
+        assert getattr(_extensions, name) is load_name(home, name)
+    texts = "\n".join(path.read_text() for path in SOURCES if "_extensions" in path.read_text())
+    used = {*re.findall(r"_extensions\.(\w+)", texts), *re.findall(r"^    +(\w+),$", texts, re.M)}
+    used |= {
+        name
+        for line in re.findall(r"^    from fxtrain\._extensions import (\w.*)$", texts, re.M)
+        for name in line.split(", ")
+    }
+    assert {name for _, name, _ in rows} - used == set()
 
 
 def test_the_guide_names_files_that_are_there():

@@ -15,7 +15,7 @@ import fxtrain as fx
 from fxtrain.backends import built_in
 from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.wrapping import problems_of
-from fxtrain.ops import xla_runtime
+from fxtrain.backends.xla import xla_runtime
 from fxtrain.state.registry import BUILT_IN
 from fxtrain.testing import fake_world
 from tests.cluster._models import PIPELINES

@@ -4,8 +4,8 @@
     fxtrain launch --ranks 2 examples/features/choose_plan.py
 
 On one process, `fx.tuning.choose` tries plans for 8 GPUs that do not exist (`fxtrain plan --choose`
-does so for a whole script). Ends with one JSON line: the loss and, by MiB of a device, strategy, batch
-size, micro-batches of an update, whether blocks are recomputed, and the peak in MiB.
+does so for a whole script). Ends with one JSON line: the loss and, by MiB of a device, strategy,
+batch size, micro-batches of an update, whether blocks are recomputed, and the peak in MiB.
 """
 
 import json

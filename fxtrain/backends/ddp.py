@@ -16,10 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from fxtrain.backends.context.split_sequences import sequence_problems
+from fxtrain import _extensions
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.gradient_buckets import Reduced, StableBucketsDDP
-from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
     model_values,
@@ -32,7 +31,6 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.errors import StepError
-from fxtrain.precision.quantizing import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,
     CommHook,
@@ -58,7 +56,7 @@ _NAMED = 5  # how many names a message lists
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = [*xla_problems(ctx, "DDP"), *sequence_problems(ctx, plan, module)]
+    problems = [*xla_problems(ctx, "DDP"), *_extensions.sequence_problems(ctx, plan, module)]
     problems += unused_axes(ctx, "DDP", ("tensor", "pipeline"))
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
@@ -131,7 +129,7 @@ def _wrap(
     )
     if plan.local is not None or not any(p.requires_grad for p in module.parameters()):
         send_values(model_values(module), data)
-        return independent_replicas(plain)
+        return _extensions.independent_replicas(plain)
     return attrs.evolve(plain, engine=_replicate(module, ctx, data, plan.strategy))
 
 
@@ -200,9 +198,9 @@ def _replicate(
     buffers: dict[str, Any] = {
         "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
     }
-    send_values(quantized_tensors(module).values(), data)
+    send_values(_extensions.quantized_tensors(module).values(), data)
     # Hidden from torch's constructor, which would broadcast unknown classes.
-    hidden = [f"{name}.weight".lstrip(".") for name, _, _ in quantized_layers(module)]
+    hidden = [f"{name}.weight".lstrip(".") for name, _, _ in _extensions.quantized_layers(module)]
     ignored: Any = module
     if hidden:
         ignored._ddp_params_and_buffers_to_ignore = hidden
@@ -396,6 +394,6 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     state=power_sgd_state,
     load_state=load_power_sgd,
     cuts_sequences=True,
-    average=average,
+    average=_extensions.average_replicas,
     verify=_verify,
 )

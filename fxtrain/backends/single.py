@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fxtrain.backends.context.split_sequences import expose_positions, with_context_parallel
+from fxtrain import _extensions
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import fill_replica
 from fxtrain.backends.core.model_state import load_state, state_of
@@ -39,7 +39,7 @@ def wrap_without_engine(
     """Wrap a module that is its own engine; `change` and `replicas` as `make_optimizers`."""
     fill_replica(module, ctx, seed=plan.seed)
     move_module(module, ctx.device)
-    expose_positions(module, ctx, plan)
+    _extensions.expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx)
     return make_handle(
         strategy, module, ctx, plan, optimizer, scheduler, change=change, replicas=replicas
@@ -81,7 +81,7 @@ def make_handle(
         scaler=step_functions.new_scaler(ctx, plan) if optimizers else None,
         ctx=ctx,
         plan=plan,
-        strategy=with_context_parallel(strategy, ctx, plan),
+        strategy=_extensions.with_context_parallel(strategy, ctx, plan),
         window=step_functions.new_window(ctx),
         undo=undo,
         status=ModelStatus(others=others),

@@ -19,7 +19,7 @@ from fxtrain.backends.core.device_mesh import (
 )
 from fxtrain.backends.core.module_changes import unknown_patterns
 from fxtrain.errors import StepError
-from fxtrain.models.block_names import block_names
+from fxtrain.ops.block_names import block_names
 from fxtrain.state import TP
 
 Split = dict[str, str]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxtrain.backends.core.local_sgd import local_problems
+from fxtrain import _extensions
 from fxtrain.backends.core.module_changes import (
     accept_methods,
     model_signature,
@@ -34,14 +34,6 @@ from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.precision.quantizing import (
-    gradient_problem,
-    is_quantized,
-    quantize_layers,
-    quantized_tensors,
-    sharding_problem,
-)
-from fxtrain.precision.recipe_layers import convert_layers, engine_region, recipe_targets
 from fxtrain.state import (
     TE,
     DistContext,
@@ -127,7 +119,7 @@ def wrap(
     strategy = strategy_of(plan.strategy) if strategy is None else strategy
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
-    if optimizer is not None and (problem := gradient_problem(model)) is not None:
+    if optimizer is not None and (problem := _extensions.gradient_problem(model)) is not None:
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with _quantized_as_planned(model, ctx, plan, strategy, trains=optimizer is not None):
@@ -241,7 +233,7 @@ def problems_of(
         )
     problems += _quantized_problems(strategy, ctx, plan, module)
     problems += _recipe_problems(strategy, ctx, plan, module)
-    return (*problems, *local_problems(strategy, ctx, plan))
+    return (*problems, *_extensions.local_problems(strategy, ctx, plan))
 
 
 def _lazy_problems(module: nn.Module) -> tuple[str, ...]:
@@ -363,7 +355,7 @@ def _recipe_problems(
             f"{strategy.name} does not support precision='fp8', for which layers are converted "
             f"before they are wrapped. Use precision='bf16', or Single(), DDP() or FSDP()."
         )
-    if plan.quantize is not None or is_quantized(module):
+    if plan.quantize is not None or _extensions.is_quantized(module):
         problems.append(
             "Plan(precision='fp8'): quantized weights compute in their own format. Use "
             "precision='bf16', or the unquantized model."
@@ -380,7 +372,7 @@ def _recipe_problems(
         )
     if not problems:
         try:
-            recipe_targets(module, recipe)
+            _extensions.recipe_targets(module, recipe)
         except PlanError as error:
             problems.append(str(error))
     return problems
@@ -397,12 +389,12 @@ def _convert_as_planned(module: nn.Module, ctx: DistContext, plan: Plan) -> None
         return
     with fail_together(ctx):
         checked = not ctx.comm.simulated
-        convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
+        _extensions.convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
         if isinstance(recipe, TE):
             # In the library's region, with scales of all data ranks.
             data = ctx.axis("data")
             group = data.comm.group if data.world_size > 1 else None
-            module.forward = engine_region(module, recipe, group, module.forward)
+            module.forward = _extensions.engine_region(module, recipe, group, module.forward)
 
 
 def _quantized_problems(
@@ -415,11 +407,11 @@ def _quantized_problems(
             f"Plan(frozen='digests') needs full parameters, and {strategy.name} may hold parts of "
             f"them."
         )
-    if plan.quantize is None and not is_quantized(module):
+    if plan.quantize is None and not _extensions.is_quantized(module):
         return problems
-    quantized_tensors(module)  # raises for weights that bitsandbytes packed
+    _extensions.quantized_tensors(module)  # raises for weights that bitsandbytes packed
     split = strategy.splits_quantized and ctx.world_size > 1
-    if split and (problem := sharding_problem(module, plan.quantize)) is not None:
+    if split and (problem := _extensions.sharding_problem(module, plan.quantize)) is not None:
         problems.append(f"Quantized weights under {strategy.name}: {problem}.")
     if not (strategy.splits_quantized or strategy.full_parameters) or (
         split and ctx.mesh.tensor > 1
@@ -458,7 +450,9 @@ def _quantized_as_planned(
                 # Shards move to the device one unit at a time; the whole model may not fit there.
                 split = strategy.splits_quantized and ctx.world_size > 1
                 device = torch.device("cpu") if split else ctx.device
-                undo.callback(quantize_layers(module, plan.quantize, device, trains=trains))
+                undo.callback(
+                    _extensions.quantize_layers(module, plan.quantize, device, trains=trains)
+                )
             if strategy.take_layers is not None:
                 undo.callback(strategy.take_layers(module, plan))
         yield

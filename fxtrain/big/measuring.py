@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain.errors import MissingPackageError, PlanError
-from fxtrain.models.block_names import names_among, own_names
 from fxtrain.models.code_models import KvCache, build_on_meta, cache_of, read_json
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
+from fxtrain.ops.block_names import names_among, own_names
 from fxtrain.precision.quantizing import live_tensors, quantize_layers
 from fxtrain.state import FileTensor, Quantize, Unit
 from fxtrain.state.placement import dtype_of

@@ -19,7 +19,7 @@ from fxtrain.big.measuring import (
 )
 from fxtrain.errors import PlanError
 from fxtrain.models.code_models import KvCache, build_on_meta, cache_of, read_json
-from fxtrain.models.tensor_bytes import DTYPE_NAMES
+from fxtrain.ops.tensor_bytes import DTYPE_NAMES
 from fxtrain.precision.quantizing import quantize_layers
 from fxtrain.precision.recipe_layers import recipe_targets
 from fxtrain.state import FileTensor, Plan

@@ -1,11 +1,16 @@
 """Checkpoints: written atomically, verified by digests, and free of pickle."""
 
+from typing import TYPE_CHECKING
+
+from fxtrain import _extensions
 from fxtrain.checkpoint.background import Saving
 from fxtrain.checkpoint.folders import before, best, latest
-from fxtrain.checkpoint.merging import merge, saved_weights
 from fxtrain.checkpoint.restoring import Restored, restore
 from fxtrain.checkpoint.saving import save
 from fxtrain.checkpoint.verification import Verified, compare, verify
+
+if TYPE_CHECKING:
+    from fxtrain._extensions import merge, saved_weights
 
 __all__ = [
     "Restored",
@@ -21,4 +26,5 @@ __all__ = [
     "saved_weights",
     "verify",
 ]
+__getattr__ = _extensions.offers(__name__, __all__)
 __dir__ = __all__.copy  # for completion

@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 import attrs
@@ -19,7 +19,7 @@ import xxhash
 from fxtrain.checkpoint.folder_lock import Process, process_of
 from fxtrain.checkpoint.storage import MANIFEST
 from fxtrain.errors import CheckpointError
-from fxtrain.models.tensor_bytes import DTYPES
+from fxtrain.ops.tensor_bytes import DTYPES
 from fxtrain.state import Position
 from fxtrain.state.parsing import parse_json
 
@@ -124,14 +124,74 @@ class Manifest:
         return None if owner is None else process_of(owner)
 
 
+class PackedTensors(Mapping[str, StoredTensor]):
+    """The tensors of a manifest that another rank has read, as it sends them.
+
+    The parts of a tensor are bytes until it is read: a thousand ranks may store half a million.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self.kinds = kinds_of(tensors)
+        self._parts = {
+            name: json.dumps([[*_fields(part).values()] for part in tensor.parts]).encode()
+            for name, tensor in tensors.items()
+        }
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        dtype, shape = self.kinds[name]
+        parts = tuple(
+            StoredBox(
+                file=file,
+                offset=offset,
+                start=tuple(start),
+                shape=tuple(size),
+                digests=tuple(digests),
+            )
+            for file, offset, start, size, digests in json.loads(self._parts[name])
+        )
+        return StoredTensor(dtype=dtype, shape=shape, parts=parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def kinds_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and the shape of each tensor of a manifest, by name."""
+    if isinstance(tensors, PackedTensors):
+        return tensors.kinds
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def packed(manifest: Manifest) -> Manifest:
+    """A manifest that other ranks of this run can read quickly."""
+    own = tuple([PackedTensors(of_rank) for of_rank in manifest.own])
+    return attrs.evolve(manifest, tensors=PackedTensors(manifest.tensors), own=own)
+
+
 digest_of = xxhash.xxh3_128_hexdigest  # the digest of some bytes
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of the file."""
-    data = {"format": FORMAT, **attrs.asdict(manifest)}
-    body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+    data = {"format": FORMAT, **_fields(manifest)}
+    options: dict[str, Any] = {"separators": (",", ":"), "allow_nan": False, "default": _fields}
+    body = json.dumps(data, **options).encode()
     return _HEAD + digest_of(body).encode() + _MIDDLE + body + _TAIL
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """The fields of a record by name; a large run has half a million of them."""
+    if not attrs.has(type(record)):
+        raise TypeError(f"a manifest cannot contain a {type(record).__name__}")
+    return {name: getattr(record, name) for name in _names(type(record))}
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(kind))
 
 
 def load_manifest(raw: bytes, *, summary: bool = False) -> Manifest:
@@ -176,7 +236,7 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
     for kind in (bool, int):
         converter.register_structure_hook(kind, _exact)
-    converter.register_structure_hook_func(
+    converter.register_structure_hook_factory(
         lambda kind: get_origin(kind) is tuple and get_args(kind)[0] in (int, str), _exactly_all
     )
     converter.register_structure_hook(float, lambda value, _: _exact(value, int | float))
@@ -189,10 +249,16 @@ def _exact(value: Any, kind: Any) -> Any:
     return value
 
 
-def _exactly_all(values: Any, kind: Any) -> tuple[Any, ...]:
-    if type(values) is not list or not set(map(type, values)) <= {get_args(kind)[0]}:
-        raise TypeError(f"{str(values)[:80]!r} is not of type {kind}")
-    return tuple(values)
+def _exactly_all(kind: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """A function that takes a list of one type, and gives the tuple of this kind."""
+    element = get_args(kind)[0]
+
+    def structure(values: Any, _: Any) -> tuple[Any, ...]:
+        if type(values) is not list or not {*map(type, values)} <= {element}:
+            raise TypeError(f"{str(values)[:80]!r} is not of type {kind}")
+        return tuple(values)
+
+    return structure
 
 
 def _body(raw: bytes) -> memoryview:

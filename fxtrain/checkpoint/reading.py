@@ -1,7 +1,7 @@
 """Read tensors from a checkpoint: only the bytes that are needed, each of them verified."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import add, ge, sub
 
@@ -16,11 +16,12 @@ from fxtrain.checkpoint.manifest import (
     StoredBox,
     StoredTensor,
     digest_of,
+    kinds_of,
 )
 from fxtrain.checkpoint.storage import Fill, Storage
 from fxtrain.checkpoint.write_plan import held_boxes
 from fxtrain.errors import CheckpointError
-from fxtrain.models.tensor_bytes import DTYPES, memory_of
+from fxtrain.ops.tensor_bytes import DTYPES, memory_of
 from fxtrain.state import FlatShard
 
 _BLOCK = 64 << 20  # bytes read at once when only some columns are needed
@@ -46,6 +47,10 @@ class Reader:
     def entry(self, name: str) -> StoredTensor:
         """The manifest entry of a tensor."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor, as the manifest names it."""
+        return kinds_of(self.manifest.tensors)[self.manifest.aliases.get(name, name)][0]
 
     def fill(
         self, name: str, tensor: Tensor | FlatShard, entry: StoredTensor | None = None
@@ -102,11 +107,7 @@ class Reader:
         """Fill a tensor with the box of its shape that begins at `start`."""
         direct = out.device.type == "cpu" and out.is_contiguous()
         target = out if direct else torch.empty(out.shape, dtype=out.dtype, device="cpu")
-        for part in entry.parts:
-            ends = map(add, start, target.shape), map(add, part.start, part.shape)
-            low, high = list(map(max, start, part.start)), list(map(min, *ends))
-            if any(map(ge, low, high)):
-                continue  # they do not overlap
+        for part, low, high in overlapping(entry, start, target.shape):
             inner = list(map(slice, map(sub, low, part.start), map(sub, high, part.start)))
             outer = tuple(map(slice, map(sub, low, start), map(sub, high, start)))
             self._copy(name, part, inner, target[outer])
@@ -165,6 +166,21 @@ class Reader:
             if not fits:
                 a, b = max(low, begin), min(high, end)
                 into[a - begin : b - begin] = chunk[a - low : b - low]
+
+
+def overlapping(
+    entry: StoredTensor, start: tuple[int, ...], shape: Sequence[int]
+) -> Iterator[tuple[StoredBox, list[int], list[int]]]:
+    """The parts of a tensor that overlap a box of it, each with the first and last of both."""
+    ends = list(map(add, start, shape))
+    for part in entry.parts:
+        # Of a thousand parts, most lie elsewhere along the first dimension.
+        if ends and not (part.start[0] < ends[0] and start[0] < part.start[0] + part.shape[0]):
+            continue
+        low = list(map(max, start, part.start))
+        high = list(map(min, ends, map(add, part.start, part.shape)))
+        if not any(map(ge, low, high)):
+            yield part, low, high
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

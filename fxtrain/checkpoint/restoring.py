@@ -14,17 +14,19 @@ from fxtrain._display import brief
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
-from fxtrain.checkpoint.folders import committed_before, find_checkpoint, latest, read_manifest
+from fxtrain.checkpoint.folders import committed_before, find_checkpoint, latest
 from fxtrain.checkpoint.json_values import decode
-from fxtrain.checkpoint.manifest import Manifest
+from fxtrain.checkpoint.manifest import Manifest, kinds_of, packed
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.verification import verify
 from fxtrain.errors import CheckpointError, FxError
-from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.optimizer_settings import plain_settings, use_script_settings
 from fxtrain.ops.same_errors import fail_together
+from fxtrain.ops.tensor_bytes import DTYPES
+from fxtrain.ops.transport.exchange import EMPTY
+from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import (
     DistContext,
     Plan,
@@ -135,10 +137,10 @@ def restore(
     try:
         with fail_together(ctx, "restore"):
             found = find_checkpoint(path) if ctx.is_main else None
-        storage = open_storage(ops.broadcast_object(found and str(found[0]), ctx))
+        location, manifest = _from_main(found, ctx)
+        storage = open_storage(location)
         with fail_together(ctx, "restore"):
             state.restored_from = storage.key()  # no save removes it meanwhile
-            manifest = read_manifest(storage) if found is None else found[1]
             restored = _restore(storage, manifest, ctx, models, extra, random)
             for name, wrapped in models.items():
                 _log_changes(ctx, restored, name, wrapped)
@@ -149,6 +151,20 @@ def restore(
         known = isinstance(error, FxError | OSError) and str(error)
         raise CheckpointError(f"{path} was not restored. {known or repr(error)}") from error
     return restored
+
+
+def _from_main(found: tuple[Storage, Manifest] | None, ctx: DistContext) -> tuple[str, Manifest]:
+    """The checkpoint that rank 0 has found, and its manifest, which only rank 0 has read.
+
+    That of a large run takes seconds to read and to check.
+    """
+    if ctx.world_size == 1 and found is not None:
+        return str(found[0]), found[1]
+    sent = EMPTY if found is None else dump((str(found[0]), packed(found[1])), ctx)
+    size = ops.broadcast_object(sent.numel(), ctx)
+    received = ops.broadcast(sent if ctx.is_main else sent.new_empty(size), ctx)
+    ((path, manifest),) = unpickle_all("restore", {0: received}, ctx)
+    return path, manifest
 
 
 def restore_newest(
@@ -290,14 +306,14 @@ def _restore(
 def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     """A reader of one model's state in a checkpoint."""
     manifest, prefix = reader.manifest, f"{name}/"
-    tied = {full: manifest.tensors[stored] for full, stored in manifest.aliases.items()}
-    entries = {
-        full.removeprefix(prefix): entry
-        for full, entry in {**manifest.tensors, **tied}.items()
-        if full.startswith(prefix)
-    }
+    kinds = kinds_of(manifest.tensors)
+    tied = {full: kinds[stored] for full, stored in manifest.aliases.items()}
     return StateReader(
-        shapes={short: (entry.shape, DTYPES[entry.dtype]) for short, entry in entries.items()},
+        shapes={
+            full.removeprefix(prefix): (shape, DTYPES[dtype])
+            for full, (dtype, shape) in {**kinds, **tied}.items()
+            if full.startswith(prefix)
+        },
         fill=lambda short, tensor: reader.fill(prefix + short, tensor),
         values=decode(manifest.models[name]["values"], reader.once),
         own=_own_tensors(reader, prefix),
@@ -386,7 +402,7 @@ def _fill(template: Tensor, data: Any, reader: Reader, path: str) -> Tensor:
             code="FX603",
         )
     name, target = data["name"], template.detach()
-    dtype = DTYPES[reader.entry(name).dtype]
+    dtype = DTYPES[reader.dtype(name)]
     saved = target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
     reader.fill(name, saved)
     return target if saved is target else target.copy_(saved)

@@ -41,6 +41,7 @@ from fxtrain.checkpoint.write_plan import (
     TensorChunk,
     Written,
     check_arguments,
+    choose_writers,
     chunks_to_write,
     offers_of,
     shared_aliases,
@@ -49,7 +50,7 @@ from fxtrain.checkpoint.write_plan import (
     written_tensors,
 )
 from fxtrain.errors import CheckpointError, CollectiveError
-from fxtrain.ops.same_errors import gather_with_errors
+from fxtrain.ops.same_errors import collect_with_errors
 from fxtrain.ops.standing import RunFolder
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Position, Wrapped
@@ -255,27 +256,39 @@ def _prepare(
         group = state.background
         has_group = group is not None and group.comm.state.failure is None
         facts = where, {"path": where, **rule, **arguments}, has_group, proposal
-        rows, lines = gather_with_errors(facts, problem, ctx)
-        if proposal is None or lines:
-            head = f"Nothing was saved in {rows[0][0]}:"
-            raise CheckpointError("\n".join([head, *lines]), code="FX606") from problem
-        _, every_arguments, groups, every = zip(*rows, strict=True)
-        check_arguments(every_arguments)
-        offers, every_aliases, every_named = zip(*every, strict=True)
-        name, token = every_named[0]
-        aliases = shared_aliases(offers, every_aliases)
+        rows, lines = collect_with_errors(facts, problem, ctx)
+        answer = _decided(rows, lines) if ctx.is_main else None
+        answer = ops.broadcast_object(answer, ctx)
+        if isinstance(answer, str) or proposal is None:
+            raise CheckpointError(str(answer), code="FX606") from problem
+        (name, token), aliases, (writers, differing), has_groups = answer
         job = _Job(
             folder=folder,
             name=name,
             token=token,
             fields={**fields, "aliases": aliases},
-            chunks=chunks_to_write(ctx.rank, offers, aliases, own, writable),
+            chunks=chunks_to_write(ctx.rank, writers, differing, aliases, own, writable),
             rule=rule,
             lock=lock,
             state=state,
         )
         undo.pop_all()  # the job releases the lock
-    return job, not all(groups)
+    return job, not has_groups
+
+
+def _decided(rows: Sequence[Any], lines: Sequence[str]) -> Any:
+    """What rank 0 tells all ranks about a save: how each takes part, or why nothing is saved."""
+    if lines:
+        where = f" in {rows[0][0]}" if rows else ""
+        return "\n".join([f"Nothing was saved{where}:", *lines])
+    _, every_arguments, groups, every = zip(*rows, strict=True)
+    try:
+        check_arguments(every_arguments)
+    except CheckpointError as error:
+        return error.message
+    offers, every_aliases, every_named = zip(*every, strict=True)
+    aliases = shared_aliases(offers, every_aliases)
+    return every_named[0], aliases, choose_writers(offers, aliases), all(groups)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -318,7 +331,7 @@ class _Job:
             except Exception as error:  # as above
                 problem = problem or error
             with _as_checkpoint_error(self.path):
-                rows, lines = gather_with_errors((platform.node(), written), problem, ctx)
+                rows, lines = collect_with_errors((platform.node(), written), problem, ctx)
                 if self.lock is not None and not lines:
                     try:
                         self._commit(ctx, self.lock, rows)
@@ -327,14 +340,15 @@ class _Job:
                 if self.lock is not None and lines:
                     self._remove_draft()
                 self.release()  # before another rank returns from `save`
-                lines = ops.broadcast_object(lines, ctx)
+                size = sum(file.size for _, (files, _) in rows for file in files.values())
+                lines, size = ops.broadcast_object((lines, size), ctx)
         finally:
             self.release()
         if lines:
             self._remove_draft()  # on each rank, as each machine may have a folder of its own
             head = f"{self.path} was not saved. Earlier checkpoints are intact."
             raise CheckpointError("\n".join([head, *lines]), code="FX606")
-        return sum(file.size for _, (files, _) in rows for file in files.values())
+        return size
 
     def _remove_draft(self) -> None:
         with suppress(OSError, CheckpointError):  # the next save removes what is left

@@ -19,7 +19,6 @@ import attrs
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem
 from fxtrain.errors import CheckpointError, FxError
-from fxtrain.models.folder import locked, sync_folder
 
 MANIFEST = "manifest.json"  # a folder with this file is a checkpoint
 _TEMPORARY = ".partial-"
@@ -344,3 +343,30 @@ def open_storage(path: Any) -> Storage:
     if problem := path_problem(path):
         raise CheckpointError(f"The path of a checkpoint: {problem}.")
     return LocalStorage(os.path.abspath(os.fspath(path).removeprefix("file://")))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Run a block in one process of this machine at a time, if the file system has locks."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl  # not on every system
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the entries of a folder to disk, if the system supports it."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

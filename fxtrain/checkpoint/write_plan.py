@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Partial
 from fxtrain.checkpoint.manifest import CHUNK, Box, DataFile, StoredBox, StoredTensor, digest_of
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import aligned_first, to_header
-from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
+from fxtrain.ops.safetensors_header import aligned_first, to_header
 from fxtrain.ops.splitting import shard_box
+from fxtrain.ops.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard
@@ -112,26 +112,27 @@ def shared_aliases(
     return shared
 
 
-def chunks_to_write(
-    rank: int,
-    offers: Sequence[Mapping[str, tuple[int, str | None]]],
-    aliases: Mapping[str, str],
-    own: Mapping[str, Tensor],
-    writable: Mapping[str, TensorChunk],
-) -> list[TensorChunk]:
-    """The chunks that a rank writes, given what all ranks could write: `offers_of` by rank.
+def choose_writers(
+    offers: Sequence[Mapping[str, tuple[int, str | None]]], aliases: Mapping[str, str]
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Which rank writes each chunk that several could write, given `offers_of` by rank.
 
     A chunk is written by a rank that has it, so that ranks write about as many bytes each. Of
-    values that may differ, and of the user's, those of the first rank are shared. A tensor whose
-    values do differ also belongs to each rank.
+    values that may differ, and of the user's, those of the first rank are shared.
+
+    Returns:
+        Ranks by the keys of these chunks; and the tensors whose values do differ.
     """
     holders: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     digests: dict[str, str | None] = {}
+    several: set[str] = set()
     differing: set[str] = set()
     for holder, offered in enumerate(offers):
         for key, (size, digest) in offered.items():
-            if _tensor_of(key) in aliases:
+            if key in holders:
+                several.add(key)
+            elif _tensor_of(key) in aliases:
                 continue
             sizes[key] = size
             first_only = digest is not None or key.startswith("extra")
@@ -140,12 +141,34 @@ def chunks_to_write(
             if digests.setdefault(key, digest) != digest:
                 differing.add(_tensor_of(key))
     load = [0] * len(offers)
-    assigned: list[TensorChunk] = []
+    writers: dict[str, int] = {}
     for negative, key in sorted((-size, key) for key, size in sizes.items()):
         writer = min(holders[key], key=load.__getitem__)
         load[writer] -= negative
-        if writer == rank:
-            assigned.append(writable[key])
+        if key in several:
+            writers[key] = writer
+    return writers, frozenset(differing)
+
+
+def chunks_to_write(
+    rank: int,
+    writers: Mapping[str, int],
+    differing: frozenset[str],
+    aliases: Mapping[str, str],
+    own: Mapping[str, Tensor],
+    writable: Mapping[str, TensorChunk],
+) -> list[TensorChunk]:
+    """The chunks that a rank writes, given what `choose_writers` returns.
+
+    A tensor whose values differ between ranks also belongs to each of them.
+    """
+    assigned = [
+        chunk
+        for key, chunk in sorted(
+            writable.items(), key=lambda item: (-item[1].tensor.nbytes, item[0])
+        )
+        if chunk.name not in aliases and writers.get(key, rank) == rank
+    ]
     differ = {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
     alone = writable_chunks({**own, **differ})
     return assigned + [attrs.evolve(chunk, own=True) for chunk in alone.values()]

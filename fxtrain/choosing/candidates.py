@@ -9,7 +9,7 @@ import attrs
 from torch import nn
 
 from fxtrain.backends.wrapping import problems_of
-from fxtrain.models.block_names import block_names
+from fxtrain.ops.block_names import block_names
 from fxtrain.state import (
     DDP,
     FSDP,
@@ -33,7 +33,7 @@ Trial = tuple[Plan, int]  # a plan with its mesh, and rows of a micro-batch on e
 _DEGREES = (1, 2, 4, 8, 16, 32, 64)
 # Micro-batches of a pipeline for each stage: with 4 the bubble is a fifth of the step.
 _DEPTHS = (4, 2, 1)
-_TRADE = 0.2  # rough share of compute that tensor and context parallelism add, to order plans by
+_TRADE = 0.2  # assumed share of compute that tensor and context parallelism add, to order plans by
 
 
 @attrs.frozen(kw_only=True)
@@ -41,21 +41,21 @@ class Question:
     """What a plan is wanted for.
 
     Attributes:
-        plan: The user's own; None for that of the program.
+        plan: The user's own.
         fixed: Names of the fields of it that stay.
         world: World size.
         node: Ranks of a node.
         rows: Rows of an update; None for those of the user's own plan.
-        mesh: That of the user, where `plan` is None: the program's own is that of one rank.
+        own_plan: Whether the program's plan takes the place of `plan`, whose mesh stays.
         rows_fixed: Whether the batch size is that of the program, so that only `accumulate` varies.
     """
 
-    plan: Plan | None
+    plan: Plan
     fixed: frozenset[str]
     world: int
     node: int
     rows: int | None = None
-    mesh: Mesh | None = None
+    own_plan: bool = False
     rows_fixed: bool = False
 
 
@@ -67,11 +67,11 @@ def survey(model: Wrapped, question: Question) -> dict[str, Any]:
         question: What is asked.
 
     Returns:
-        The plan, of the question or else of the model; class names of blocks and their number; the
-        number of experts; rows of a micro-batch; and by the number of a lane, why `fx.wrap` refuses
-        it.
+        The user's plan; class names of blocks and their number; the number of experts; rows of a
+        micro-batch; and by the number of a lane, why `fx.wrap` refuses it.
     """
-    plan = question.plan or attrs.evolve(model.plan, mesh=question.mesh)
+    mesh = question.plan.mesh
+    plan = attrs.evolve(model.plan, mesh=mesh) if question.own_plan else question.plan
     question = attrs.evolve(question, plan=plan)
     names = block_names(model.module)
     parts = list(model.module.modules())
@@ -218,8 +218,8 @@ def _total(states: Memory) -> int:
     return states.parameters + states.gradients + states.optimizer
 
 
-def rough_seconds(lane: Lane, states: Memory, compute_s: float, device: Device) -> float:
-    """Seconds of an update, roughly: the order in which lanes are tried.
+def estimated_seconds(lane: Lane, states: Memory, compute_s: float, device: Device) -> float:
+    """An estimate of the seconds of an update: the order in which lanes are tried.
 
     Args:
         lane: A strategy on a mesh.
@@ -241,7 +241,7 @@ def rough_seconds(lane: Lane, states: Memory, compute_s: float, device: Device) 
     return compute_s / world * (1 + bubble + trade) + links
 
 
-def sizes(question: Question, lane: Lane, rows: int, own: int) -> list[int]:
+def micro_batches(question: Question, lane: Lane, rows: int, own: int) -> list[int]:
     """Micro-batches of a data rank, largest first, that divide the rows of an update.
 
     Args:
@@ -267,7 +267,7 @@ def sizes(question: Question, lane: Lane, rows: int, own: int) -> list[int]:
     return [size for size in allowed if size and local % size == 0 and size % steps == 0]
 
 
-def trial(
+def planned_trial(
     question: Question, lane: Lane, rows: int, size: int, recompute: tuple[str, ...]
 ) -> Trial:
     """The plan of a lane with this micro-batch, whose updates have these rows."""

@@ -120,7 +120,7 @@ def _links(
 ) -> tuple[float, float]:
     """Seconds of collectives that exceed the operators they overlap with, and of all others."""
     strategy = plan.strategy
-    inner = strategy.stages or DDP() if isinstance(strategy, PP) else strategy
+    inner = strategy.stages if isinstance(strategy, PP) else strategy
     kinds: set[str] = set()
     window = 0.0
     if isinstance(inner, FSDP) and inner.mode != "none":
@@ -151,7 +151,7 @@ def _axes(row: Traffic, mesh: Mesh) -> tuple[str, ...]:
     return names if set(names) <= set(AXES) else ()
 
 
-def _is_data(row: Traffic, mesh: Mesh, strategy: Config) -> bool:
+def _is_data(row: Traffic, mesh: Mesh, strategy: Config | None) -> bool:
     axes = set(_axes(row, mesh))
     own = not axes and isinstance(strategy, FSDP)  # hybrid sharding, on a mesh of its own
     return own or (bool(axes) and axes <= _DATA and axes != {"context"})

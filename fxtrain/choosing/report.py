@@ -102,7 +102,7 @@ class Choice:
         title = f"{self.rows:,} rows on {self.world} x {self.device.name}"
         drawn = make_figure("fx.tuning.Choice.plot", title, height=1.5 + 0.4 * len(self.table))
         (axes,) = drawn.axes
-        names = [describe(row) for row in reversed(self.table)]
+        names = [name_row(row) for row in reversed(self.table)]
         left = [0.0] * len(names)
         for number, part in enumerate(_PARTS):
             widths = [attrs.astuple(row.cost)[number] for row in reversed(self.table)]
@@ -123,7 +123,7 @@ class Choice:
             yield plain_text(f"No plan fits. {self.advice}" if not self.table else self.advice)
         if self.sensitivity:
             rows = [
-                (text, "none of the plans that were tried" if row is None else describe(row),
+                (text, "none of the plans that were tried" if row is None else name_row(row),
                  "" if row is None else _seconds(row.cost.seconds))
                 for text, row in self.sensitivity
             ]  # fmt: skip
@@ -137,7 +137,7 @@ class Choice:
             yield make_table(("dropped because", ">plans"), rows)
 
 
-def describe(row: ChoiceRow) -> str:
+def name_row(row: ChoiceRow) -> str:
     """A plan in a few words: its strategy, its mesh, and its batches."""
     plan = row.plan
     mesh = plan.mesh and show_mesh(plan.mesh)
@@ -165,7 +165,7 @@ def _cells(row: ChoiceRow) -> tuple[str, ...]:
     cost = row.cost
     share = max(attrs.astuple(cost)) / cost.seconds
     return (
-        describe(row),
+        name_row(row),
         show_bytes(row.memory),
         _seconds(cost.seconds),
         f"{row.rows_per_s:,.4g}",

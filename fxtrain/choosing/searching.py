@@ -19,18 +19,18 @@ from fxtrain.choosing.candidates import (
     Question,
     Trial,
     deepened,
+    estimated_seconds,
     held_memory,
     lanes,
     least_memory,
+    micro_batches,
     needs_split,
     next_trials,
     offloads,
-    rough_seconds,
-    sizes,
-    trial,
+    planned_trial,
 )
 from fxtrain.choosing.costs import StepCost, step_cost
-from fxtrain.choosing.report import Choice, ChoiceRow, describe
+from fxtrain.choosing.report import Choice, ChoiceRow, name_row
 from fxtrain.choosing.trials import SHORT, Program, batch_size, dry_runs, workers
 from fxtrain.errors import PlanError
 from fxtrain.launchers.machine import usable_cores
@@ -153,7 +153,7 @@ class _Search:
                 self._add_lane(deepened(self.question, lane, self.rows), first=number == 0)
 
     def _add_lane(self, lane: Lane, *, first: bool) -> None:
-        allowed = sizes(self.question, lane, self.rows, self.own)
+        allowed = micro_batches(self.question, lane, self.rows, self.own)
         least = least_memory(lane, self.probe)
         split = needs_split(lane, self.probe, self.question, self.memory, self.rows)
         if not allowed:
@@ -165,17 +165,17 @@ class _Search:
             self.drop(split)
         else:
             kept = self.question.plan.recompute
-            attempt = trial(self.question, lane, self.rows, allowed[0], kept)
-            rough = rough_seconds(lane, self.probe, self.compute_s, self.device)
+            attempt = planned_trial(self.question, lane, self.rows, allowed[0], kept)
+            seconds = estimated_seconds(lane, self.probe, self.compute_s, self.device)
             self.first = attempt if first else self.first
             late = _LATER if offloads(lane[0]) else 0.0
-            self.add(0.0 if first else rough + late, lane, attempt)
+            self.add(0.0 if first else seconds + late, lane, attempt)
 
-    def add(self, rough: float, lane: Lane, attempt: Trial) -> None:
+    def add(self, seconds: float, lane: Lane, attempt: Trial) -> None:
         """Queue a plan, unless it is known."""
         if attempt not in self.known:
             self.known.add(attempt)
-            heapq.heappush(self.queue, (rough, next(self.numbers), lane, attempt))
+            heapq.heappush(self.queue, (seconds, next(self.numbers), lane, attempt))
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Count a reason; those that differ in numbers are one."""
@@ -187,13 +187,13 @@ class _Search:
         """The most promising plan of the queue; None if it is empty."""
         fits = any(result.memory <= self.memory for result in self.results)
         while self.queue:
-            rough, _, lane, attempt = heapq.heappop(self.queue)
+            seconds, _, lane, attempt = heapq.heappop(self.queue)
             if not (fits and offloads(lane[0]) and attempt is not self.first):
-                return rough, lane, attempt
+                return seconds, lane, attempt
             self.drop("holds parameters in host memory, which is slow, and other plans fit")
         return None
 
-    def end(self, rough: float, lane: Lane, attempt: Trial, answer: Mapping[str, Any]) -> None:
+    def end(self, seconds: float, lane: Lane, attempt: Trial, answer: Mapping[str, Any]) -> None:
         """Keep the dry runs of a plan, or drop it; queue what to try instead if it is too large."""
         plan, size = attempt
         runs = {(rank, count): loads(text, DryRun) for count, rank, text in answer["runs"]}
@@ -212,13 +212,13 @@ class _Search:
         else:
             result = _Result(attempt=attempt, runs=runs, rows=self.rows)
             self.results.append(result)
-            allowed = sizes(self.question, lane, self.rows, self.own)
+            allowed = micro_batches(self.question, lane, self.rows, self.own)
             # Plans for half the memory come last: they show what a smaller device would cost.
             for memory, late in ((self.memory, 0.0), (self.memory / 2, _LATER)):
                 if result.memory > memory:
                     run, blocks = result.largest, self.blocks
                     for other in next_trials(self.question, attempt, run, memory, allowed, blocks):
-                        self.add(rough + late, lane, other)
+                        self.add(seconds + late, lane, other)
 
     def choice(self) -> Choice:
         """The table of what fits, on this device and on others."""
@@ -275,7 +275,7 @@ class _Search:
         row = smallest.row(self.device)
         named = [f" ({device.name})" for device in DEVICES.values() if device.memory >= needed]
         return (
-            f"The smallest plan, {describe(row)}, needs {show_bytes(row.memory)} of each rank, and "
+            f"The smallest plan, {name_row(row)}, needs {show_bytes(row.memory)} of each rank, and "
             f"{show_bytes(int(self.memory))} can be used. Use a device with "
             f"{show_bytes(int(needed))}{next(iter(named), '')}, or fewer rows of an update."
         )

@@ -109,8 +109,7 @@ def _key(program: Program, attempt: Trial, world: int, question: Question | None
     plan, size = attempt
     asked: list[Any] = [dumps(plan), size, world, __version__, torch.__version__]
     if question is not None:
-        own = "" if question.plan is None else dumps(question.plan)
-        asked += [own, sorted(question.fixed), question.world, question.node, question.mesh]
+        asked += [dumps(question.plan), sorted(question.fixed), question.world, question.node]
     return hashlib.sha256(pickle.dumps(program) + repr(asked).encode()).hexdigest()
 
 

@@ -49,9 +49,9 @@ def choose_plan(
     place(world, 0, config.plan.mesh)
     target, *args = program
     question = Question(
-        plan=None,
+        plan=Plan(mesh=config.plan.mesh),
+        own_plan=True,
         fixed=frozenset(given),
-        mesh=config.plan.mesh,
         world=world,
         node=at.ranks_per_node,
         rows=rows,

@@ -9,7 +9,7 @@ import click
 from fxtrain.cli.output import as_json, print_text, report
 
 if TYPE_CHECKING:
-    from fxtrain.ops.stacks import Stand
+    from fxtrain.diagnosis.stacks import Stand
 
 
 @click.command("stacks")
@@ -23,7 +23,7 @@ def STACKS(run: str, patience_s: float) -> None:
     RUN is the folder given to `fxtrain launch --log-dir`, or in the variable FXTRAIN_STACKS. The
     signal SIGUSR2 to the launcher does the same.
     """
-    from fxtrain.ops.stacks import ask
+    from fxtrain.diagnosis.stacks import ask
 
     folder = _folder(run)
     _show(ask(folder, patience_s=patience_s), folder)
@@ -41,7 +41,7 @@ def DIAGNOSE(run: tuple[str, ...]) -> None:
     writes them: pickles, which run no code, or JSON.
     """
     from fxtrain.diagnosis.flight_recorder import read_dumps
-    from fxtrain.ops.stacks import has_records, read_stands
+    from fxtrain.diagnosis.stacks import has_records, read_stands
 
     folder = _folder(run[0])
     if len(run) == 1 and (has_records(folder) or folder != Path(run[0])):
@@ -51,7 +51,7 @@ def DIAGNOSE(run: tuple[str, ...]) -> None:
 
 
 def _folder(run: str) -> Path:
-    from fxtrain.ops.stacks import FOLDER
+    from fxtrain.ops.standing import FOLDER
 
     inside = Path(run, FOLDER)
     return inside if inside.is_dir() else Path(run)
@@ -62,7 +62,7 @@ def _show(stands: "list[Stand]", folder: Path | None) -> None:
 
 
 def _print(stands: "list[Stand]", folder: Path | None) -> None:
-    from fxtrain.ops.stacks import DUMPS, describe_stacks
+    from fxtrain.diagnosis.stacks import DUMPS, describe_stacks
 
     print_text(describe_stacks(stands))
     if folder is None:

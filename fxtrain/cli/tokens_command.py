@@ -58,7 +58,7 @@ def TOKENS(
         raise click.UsageError("Pass --to and --tokenizer, or --show to look at a file.")
     if length is not None:
         raise click.UsageError("--length needs --show: rows are cut when they are read.")
-    from fxtrain.data.tokenizing import tokenize
+    from fxtrain.token_files.tokenizing import tokenize
 
     counts: list[int] = []
     with _progress(counts) as show_progress:
@@ -122,7 +122,7 @@ def _show(
 ) -> None:
     if end is not None and not end.isdecimal():
         raise click.BadParameter(f"with --show, {end!r} is no number.", param_hint="'--end'")
-    from fxtrain.data.token_summary import decoded, find_source, summarize
+    from fxtrain.token_files.summary import decoded, find_source, summarize
 
     summaries: list[dict[str, Any]] = []
     for path in inputs:

@@ -1,23 +1,29 @@
 """Data: index arithmetic and the sharded loader."""
 
-from fxtrain.data.attention_within_documents import document_attention, document_bounds
+from typing import TYPE_CHECKING
+
+from fxtrain import _extensions
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
 from fxtrain.data.tensor_batches import batch
-from fxtrain.data.token_rows import tokens
-from fxtrain.data.tokenizing import tokenize
-from fxtrain.state.token_files import (
-    BestFit,
-    Blend,
-    BlendPart,
-    ColumnTokens,
-    DatatroveTokens,
-    MDSTokens,
-    MegatronOrder,
-    MegatronTokens,
-    NanoGPTTokens,
-    NumPyTokens,
-)
+
+if TYPE_CHECKING:
+    from fxtrain._extensions import (
+        BestFit,
+        Blend,
+        BlendPart,
+        ColumnTokens,
+        DatatroveTokens,
+        MDSTokens,
+        MegatronOrder,
+        MegatronTokens,
+        NanoGPTTokens,
+        NumPyTokens,
+        document_attention,
+        document_bounds,
+        tokenize,
+        tokens,
+    )
 
 __all__ = [
     "BestFit",
@@ -39,4 +45,5 @@ __all__ = [
     "tokenize",
     "tokens",
 ]
+__getattr__ = _extensions.offers(__name__, __all__)
 __dir__ = __all__.copy  # for completion

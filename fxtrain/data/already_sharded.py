@@ -193,6 +193,7 @@ def uneven_batches(
     epoch, position = cursor.position.epoch, cursor.position
     # The state of this rank's stream, and rows of all ranks to skip.
     stream, skipped = (cursor.state["stream"], 0) if cursor.state else (None, position.index)
+    # The data of this rank had ended at the checkpoint, while those of others had not.
     over = cursor.state is not None and stream is None
     # A pass opens a dataset once: a stream that counts its epochs would lose rows.
     padding = _last(_turns(read(epoch, None))) if over else _Turn(_ENDED)
@@ -206,6 +207,7 @@ def uneven_batches(
             now = padding if ended and now.state != _FAILED else now
             table = _gather_sizes(now, ctx)
             _refuse_empty(table, ctx)
+        # One batch ahead: whether this one is the last depends on what every rank has next.
         after = next(own)
         if ended or after.state != _HAS:  # a loop may change the data that it gets
             padding = _Turn(_ENDED, now.size, _tree.map_leaves(_copied, now.data))
@@ -244,6 +246,7 @@ def _turns(batches: Iterator[_Loaded]) -> Iterator[_Turn]:
         for size, data, stream, text in batches:
             yield _Turn(_HAS, size, data, stream, text)
     except Exception as error:
+        # Not raised here: the other ranks are about to gather, and would wait for this one.
         yield _Turn(_FAILED, error=error)
     while True:
         yield _Turn(_ENDED)
@@ -269,6 +272,7 @@ def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int, int]]:
     Raises:
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
+    # A number in place of the text, so that the gather is of one size on all ranks.
     number = hash_key(turn.text) if turn.text else 0
     local = torch.tensor([[turn.state, turn.size, number]], device="cpu")
     table: list[list[int]] = ops.gather(local, ctx).tolist()

@@ -37,6 +37,7 @@ class RowFetch(Dataset[list[Any]]):
 
     def __getitem__(self, ask: tuple[int, tuple[Any, ...], tuple[int, ...]]) -> list[Any]:
         epoch, keys, seeds = ask
+        # A worker has a copy of the dataset, which this process cannot call `set_epoch` of.
         if epoch != self.epoch:
             self.epoch = epoch
             self.use.set_epoch(self.dataset, epoch)
@@ -67,6 +68,7 @@ class PlainStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         rows = iter(self.rows)
+        # An iterator is its own `iter`: a second pass over it would have no rows, without an error.
         if rows is self.rows and self._opened and not is_stateful(rows):
             raise DataError(
                 f"iterating: this loader reads a {type(self.rows).__name__}, which can be read "
@@ -125,6 +127,7 @@ class StreamMemory:
             if use.epoch is not None and use.epoch != epoch:  # another pass has set it
                 self.set_epoch(epoch)
             self._return_to(one)
+            # `state` is asked for between two rows, and is that of the pass that read the last.
             self._pass = one
             try:
                 row = next(one.rows)
@@ -137,6 +140,7 @@ class StreamMemory:
         """Open the dataset again at the row of a pass, if another one has begun since then."""
         if one.number != self._use.openings:
             self._begin(one)
+            # Rows since the known state have none of their own, and are read once more.
             for _ in itertools.islice(one.rows, one.since):
                 pass
 
@@ -145,6 +149,7 @@ class StreamMemory:
         state = one.known
         if self._keeps_state():
             if state is not None or self._use.openings:
+                # A copy, since a dataset may keep what it loads, and change it while it reads.
                 own = self._use.start if state is None else state["dataset"]
                 self._owner.load_state_dict(copy.deepcopy(own))
             self._use.openings += 1
@@ -261,6 +266,7 @@ class StreamFetch(Dataset["StreamBatch | None"]):
         if ask.number != self._number:
             self._number, self._step, self._batches = ask.number, 0, self._read(ask)
         found = None
+        # A stream has no random access: the batches of other workers are read and dropped.
         while self._step <= self._wanted:
             found, self._step = next(self._batches, None), self._step + 1
         if found is None:
@@ -322,6 +328,7 @@ class StreamFetch(Dataset["StreamBatch | None"]):
             state = None
             with _hide_worker_info(), borrowed():
                 fill(stride)
+                # Before rows are read ahead, so that the state is that just after this batch.
                 if buffer and step == self._wanted:
                     state = self.memory.state()
                 fill(stride + look)
@@ -376,6 +383,7 @@ def start_worker(init_fn: Callable[[int], None] | None, worker: int) -> None:
     There, `get_worker_info().dataset` is the user's own dataset, as without fxtrain.
     """
     info: Any = get_worker_info()
+    # torch's WorkerInfo refuses assignments.
     object.__setattr__(info, "dataset", info.dataset.dataset)
     if init_fn is not None:
         init_fn(worker)

@@ -192,6 +192,7 @@ class CustomOrder:
         with self._borrowed():
             self._has_epoch = _set_epoch(self._sampler, self._epoch, self._key)
             self._units = (unit for unit in sampler)  # none after the end
+        # The first units are read now, since the text of the order is made of them.
         self.length, self._head = sampler_length(sampler), self._pull()
 
     def __iter__(self) -> Iterator[Any]:
@@ -249,6 +250,8 @@ def _sequential(sampler: SequentialSampler, seed: int, epoch: int) -> EpochOrder
 
 
 def _random(sampler: RandomSampler, seed: int, epoch: int) -> EpochOrder:
+    # Not from the sampler's generator: here any part of the order is computed without what
+    # precedes it, so that a run resumes inside an epoch at once.
     n, count = len(sampler.data_source), sampler.num_samples
     keys = round_keys(seed, epoch)
     if sampler.replacement:

@@ -5,6 +5,7 @@ of a loader that does not batch.
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +66,29 @@ class GlobalBatch(NamedTuple):
     keys: tuple[Any, ...]
     # Of an order with cursors of its own, just after this batch; None for any other.
     state: Any = None
+
+
+class StatefulOrder(ABC):
+    """An order with cursors of its own, such as that of a blend, in the place of a sampler."""
+
+    shuffled: bool  # whether epochs differ in their order
+
+    @property
+    @abstractmethod
+    def endless(self) -> bool:
+        """Whether an epoch has no end."""
+
+    @abstractmethod
+    def batches(
+        self,
+        batching: Batching,
+        cursor: "Cursor",
+        ranks: Sequence[int],
+        *,
+        seed: int,
+        accumulate: int,
+    ) -> Iterator[GlobalBatch]:
+        """Global batches from a cursor on, each with the state after it."""
 
 
 def batches_of_order(

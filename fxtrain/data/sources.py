@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
-from fxtrain.data.blends import BlendOrder
 from fxtrain.data.dataset_uses import DatasetUse, DatasetUses
 from fxtrain.data.fetch import (
     RowFetch,
@@ -40,6 +39,7 @@ from fxtrain.data.rank_slices import (
     Batching,
     Cursor,
     GlobalBatch,
+    StatefulOrder,
     Step,
     advance,
     batches_of_order,
@@ -58,7 +58,7 @@ _ENDED = "DataLoader worker"
 
 # A step, and the data of each served rank.
 Loaded = tuple[Step, Sequence[Any]]
-_Order = EpochOrder | CustomOrder | BlendOrder
+_Order = EpochOrder | CustomOrder | StatefulOrder
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -103,7 +103,7 @@ def row_source(
         # Here first: workers that share the number with this process would all add to it.
         known.set_epoch(epoch)
         order, batches = _order_from(cursor, sampler, batching, plan, ranks)
-        text = "" if isinstance(order, BlendOrder) else _order_text(order, batching, loader)
+        text = "" if isinstance(order, StatefulOrder) else _order_text(order, batching, loader)
         start = check_order(cursor.position, text)
 
         def indices() -> Iterator[Any]:
@@ -133,8 +133,8 @@ def row_source(
         length=lambda epoch: known.length(epoch, idle=bool(idle)),
         shuffled=lambda: order is not None and order.shuffled,
         apart=loader.num_workers > 0,
-        stateful=isinstance(sampler, BlendOrder),
-        endless=isinstance(sampler, BlendOrder) and sampler.endless,
+        stateful=isinstance(sampler, StatefulOrder),
+        endless=isinstance(sampler, StatefulOrder) and sampler.endless,
     )
 
 
@@ -166,7 +166,7 @@ def _order_from(
 ) -> tuple[_Order, Iterator[GlobalBatch]]:
     """The order of an epoch, and its global batches from a cursor on."""
     epoch, start = cursor.position.epoch, cursor.position.index
-    if isinstance(sampler, BlendOrder):
+    if isinstance(sampler, StatefulOrder):
         seed, accumulate = plan.seed, plan.accumulate
         return sampler, sampler.batches(batching, cursor, ranks, seed=seed, accumulate=accumulate)
     if (known := find_order(sampler, plan.seed, epoch)) is not None:
@@ -190,6 +190,7 @@ def check_order(position: Position, order: str) -> Position:
     Raises:
         DataError: the position is inside the epoch of another order.
     """
+    # At the start of an epoch, any order may begin.
     known = position.order if position.index and not position.is_last else ""
     if known and known != order:
         raise DataError(
@@ -211,6 +212,7 @@ def stream_source(
     uses: DatasetUses,
 ) -> StepSource:
     """An iterable dataset, read in its own order for some of the ranks."""
+    # By the number of a pass, a worker knows that it has to open the stream from the cursor.
     passes = itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     seed = plan.seed if plan.data.reseed_workers else None
@@ -230,6 +232,7 @@ def stream_source(
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
+        # One that another iteration is reading cannot serve this one too.
         fetch, feed, over = idle.pop() if idle else open_loader()
         opened = next(passes), position.epoch, position.index, position.order
         # Each worker opens the stream at its first request.
@@ -444,16 +447,16 @@ def dispatch_source(
     def run(cursor: Cursor) -> Iterator[Loaded]:
         steps = iter(()) if inner is None else inner.run(cursor)
         while True:
-            letters, problem, state = _messages(steps, ctx) if ctx.is_main else (None, None, None)
-            letter = ops.scatter(letters, ctx)
+            messages, problem, state = _messages(steps, ctx) if ctx.is_main else (None, None, None)
+            message = ops.scatter(messages, ctx)
             if problem is not None:
                 raise problem
-            if "failed" in letter:
-                raise _failed(letter["failed"])
-            if "step" not in letter:
+            if "failed" in message:
+                raise _failed(message["failed"])
+            if "step" not in message:
                 return
-            batch, position = letter["step"]
-            yield (batch, Cursor(position, state)), (letter["data"],)
+            batch, position = message["step"]
+            yield (batch, Cursor(position, state)), (message["data"],)
             if position.is_last:
                 return
 
@@ -497,14 +500,15 @@ def _messages(
     try:
         step = next(steps, None)
     except Exception as error:
+        # As a message, since the other ranks wait in `scatter`.
         return [{"failed": error_text(error)}] * ctx.world_size, error, None
     if step is None:
         return [{}] * ctx.world_size, None, None
     (batch, cursor), data = step
     # Only the reading rank needs the indices.
     head = batch._replace(keys=(), state=None), cursor.position
-    letters = [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)]
-    return letters, None, cursor.state
+    messages = [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)]
+    return messages, None, cursor.state
 
 
 def _failed(words: str) -> DataError:

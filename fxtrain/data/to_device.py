@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fxtrain import _tree
+from fxtrain import _extensions, _tree
 from fxtrain.errors import DataError
-from fxtrain.ops import xla_runtime
 from fxtrain.ops.transport.packing import as_tensor
 from fxtrain.state import CP, DistContext, Plan, token_ranges
 
@@ -109,7 +108,7 @@ def to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
         `to_device=False`, where the result is the same object.
     """
     if ctx.device.type == "xla":
-        return xla_runtime.to_xla(data, ctx)
+        return _extensions.xla_runtime.to_xla(data, ctx)
     return _tree.map_leaves(lambda leaf: _moved(leaf, ctx, plan), data)
 
 

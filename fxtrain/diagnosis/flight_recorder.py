@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from fxtrain._reading import read_file
+from fxtrain.diagnosis.stacks import Frame, Stand
 from fxtrain.errors import LaunchError
 from fxtrain.models.pickles import load_records
-from fxtrain.ops.stacks import Frame, Stand
 
 _MAX_BYTES = 1 << 30
 _RANK = re.compile(r"(\d+)(\.\w+)?$")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
+from fxtrain.checkpoint.storage import sync_folder
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.dcp_checkpoints import nested_tensors, read_tree
 from fxtrain.interop.imported import Imported, named_folder, named_tensors
@@ -37,7 +38,7 @@ from fxtrain.interop.megatron_names import (
     positive_count,
     to_transformers,
 )
-from fxtrain.models.folder import staging, sync_folder, write_text
+from fxtrain.models.folder import staging, write_text
 from fxtrain.models.pickles import Placeholder, load_weights_only
 from fxtrain.models.tensor_sources import inside
 

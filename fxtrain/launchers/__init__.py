@@ -1,12 +1,8 @@
 """Launchers: pure functions from a spec to a command line, and the code that starts processes."""
 
-from fxtrain.launchers.built_in.deepspeed import DeepSpeedOptions
-from fxtrain.launchers.built_in.kubernetes import KubernetesOptions
-from fxtrain.launchers.built_in.mpi import MpiOptions
-from fxtrain.launchers.built_in.ray import RayOptions
-from fxtrain.launchers.built_in.sagemaker import SageMakerOptions
-from fxtrain.launchers.built_in.slurm import SlurmOptions
-from fxtrain.launchers.built_in.tpu import TpuPodOptions
+from typing import TYPE_CHECKING
+
+from fxtrain import _extensions
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe
@@ -20,6 +16,17 @@ from fxtrain.launchers.table import (
     prepare,
     run,
 )
+
+if TYPE_CHECKING:
+    from fxtrain._extensions import (
+        DeepSpeedOptions,
+        KubernetesOptions,
+        MpiOptions,
+        RayOptions,
+        SageMakerOptions,
+        SlurmOptions,
+        TpuPodOptions,
+    )
 
 __all__ = [
     "DeepSpeedOptions",
@@ -46,4 +53,5 @@ __all__ = [
     "run",
     "show",
 ]
+__getattr__ = _extensions.offers(__name__, __all__)
 __dir__ = __all__.copy  # for completion

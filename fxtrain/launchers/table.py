@@ -10,25 +10,29 @@ from types import MappingProxyType
 
 import attrs
 
+from fxtrain import _extensions
 from fxtrain._addresses import Route, find_route, is_local, loopback_route
 from fxtrain._optional import installed_entries
 from fxtrain._reading import open_file
 from fxtrain._record import closest
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.built_in.deepspeed import DEEPSPEED
-from fxtrain.launchers.built_in.kubernetes import KUBERNETES
-from fxtrain.launchers.built_in.mpi import MPI, MpiOptions
 from fxtrain.launchers.built_in.native.elastic import NATIVE
-from fxtrain.launchers.built_in.ray import RAY
-from fxtrain.launchers.built_in.sagemaker import SAGEMAKER
-from fxtrain.launchers.built_in.slurm import SLURM
-from fxtrain.launchers.built_in.tpu import TPU, TPU_POD
 from fxtrain.launchers.launcher import COMMON, Launcher
 from fxtrain.launchers.machine import Machine, look
 from fxtrain.launchers.outcome import LaunchResult
 from fxtrain.launchers.spec import Invocation, LaunchSpec, options_from
 
-_BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)
+_BUILT_IN = (
+    NATIVE,
+    _extensions.MPI,
+    _extensions.SLURM,
+    _extensions.DEEPSPEED,
+    _extensions.TPU,
+    _extensions.TPU_POD,
+    _extensions.RAY,
+    _extensions.KUBERNETES,
+    _extensions.SAGEMAKER,
+)
 LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({entry.name: entry for entry in _BUILT_IN})
 
 
@@ -141,7 +145,7 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
         route = loopback_route() if spec.nodes == 1 else Route()
         if entry.run is NATIVE.run and spec.nodes > 1 and spec.main_address:
             route = find_route(spec.main_address, spec.port, local=spec.local_address)
-        mpi = spec.options.program if isinstance(spec.options, MpiOptions) else ""
+        mpi = spec.options.program if isinstance(spec.options, _extensions.MpiOptions) else ""
         machine = look(os.environ, mpi=mpi, route=route)
     return entry.invocation(spec, machine)
 

@@ -1,11 +1,15 @@
 """Training loops: a step, an update, a whole run, metrics, running means, and when to stop."""
 
-from fxtrain.loop.early_stopping import EarlyStopping
+from typing import TYPE_CHECKING
+
+from fxtrain import _extensions
 from fxtrain.loop.evaluating import Mean, evaluate
 from fxtrain.loop.fitting import fit
 from fxtrain.loop.releasing import release
 from fxtrain.loop.stepping import StepFns, step, update
-from fxtrain.loop.weight_averages import EMA, ema
+
+if TYPE_CHECKING:
+    from fxtrain._extensions import EMA, EarlyStopping, ema
 
 __all__ = [
     "EMA",
@@ -19,3 +23,5 @@ __all__ = [
     "step",
     "update",
 ]
+__getattr__ = _extensions.offers(__name__, __all__)
+__dir__ = __all__.copy  # for completion

@@ -1,25 +1,17 @@
-"""What `fit` measures between two entries of its trackers, and shows of them.
-
-Progress is a tracker, so that a background thread reads what is logged, and training waits for
-nothing.
-"""
+"""What `fit` measures between two entries of its trackers."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxtrain import ops
+from fxtrain import _extensions, ops
 from fxtrain._display import show_bytes
 from fxtrain._tree import flatten
 from fxtrain.checkpoint import Restored
@@ -28,15 +20,13 @@ from fxtrain.data.sharding import layout_of
 from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.evaluating import Mean, total_of
 from fxtrain.loop.stepping import StepFns, step
-from fxtrain.meters import count_flops, memory, peak_of_model
 from fxtrain.ops.devices import synchronize
 from fxtrain.ops.transport.pace import Pace
-from fxtrain.profiling import Trace
 from fxtrain.state import Batch, DistContext, Position, Report, Wrapped
-from fxtrain.trackers import Entry, Run, Start, Tracker
 
-_SHOWN = ("loss", "rows_per_s", "tokens_per_s", "memory_gib")
-_UNITS = {"rows_per_s": "rows/s", "tokens_per_s": "tokens/s", "memory_gib": "GiB"}
+if TYPE_CHECKING:
+    from fxtrain._extensions import Run, Trace
+
 # Settings that determine to which row a position inside an epoch refers.
 _MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
 
@@ -48,9 +38,9 @@ class Entries:
     SAVED: ClassVar[tuple[str, ...]] = ("loss", "skipped", "weights")  # see `state`
 
     ctx: DistContext
-    run: Run
+    run: "Run"
     fns: StepFns
-    trace: Trace | None
+    trace: "Trace | None"
     peak: float | None  # operations per second of this rank's device; None if MFU is not measured
     total: Tensor | float  # the losses since the last entry times their weights, of this rank
     weight: Tensor | float  # their weights
@@ -150,7 +140,7 @@ class Entries:
         elements = max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1)
         if self._flops_per_element is None:
             reports: list[Report] = []
-            flops = count_flops(lambda: reports.append(step(self.ctx, batch, self.fns)))
+            flops = _extensions.count_flops(lambda: reports.append(step(self.ctx, batch, self.fns)))
             self._flops_per_element = flops / max(elements, 1)
         else:
             reports = [step(self.ctx, batch, self.fns)]
@@ -183,7 +173,7 @@ class Entries:
         now_s = time.monotonic()
         seconds = max(now_s - self._started_s - sum(self._paused_s.values()), 1e-9)
         loss, weight = self._mean()
-        rates, used = self._rates, memory(ctx)
+        rates, used = self._rates, _extensions.memory(ctx)
         values = {
             "loss": loss,
             "grad_norm": report.grad_norm,
@@ -243,10 +233,10 @@ def entries_after(
     restored: Restored | None,
     position: Position,
     ctx: DistContext,
-    run: Run,
+    run: "Run",
     *,
     fns: StepFns,
-    trace: Trace | None,
+    trace: "Trace | None",
 ) -> Entries:
     """The entry that is open where a run starts or resumes.
 
@@ -265,7 +255,7 @@ def entries_after(
         run=run,
         fns=fns,
         trace=trace,
-        peak=peak_of_model(fns.model),
+        peak=_extensions.peak_of_model(fns.model),
         total=total,
         weight=weight,
         skipped=skipped,
@@ -278,79 +268,6 @@ def entries_after(
 def tokens_of(restored: Restored) -> float:
     """The weights of the losses of a run until a checkpoint, as `Entries.tokens`."""
     return restored.extra["weights"] + float(restored.extra["loss"][:, 1].sum())
-
-
-def progress(
-    total: int | None, *, every_s: float = 10.0, console: Console | None = None
-) -> Tracker:
-    """A tracker that shows updates, loss, speed, memory and the time left on standard error.
-
-    In a notebook, that is one output of the cell. Where there is no terminal, it writes a line
-    every `every_s`. `total` is of the whole run.
-    """
-    screen = console or Console(stderr=True)
-
-    def begin(_: None, start: Start) -> tuple[Callable[[Entry], None], Callable[[], None]]:
-        before, began_s = start.position.updates, time.monotonic()
-        last_s, latest = began_s, dict[str, float]()
-
-        def left(entry: Entry) -> str:
-            """The time left if the rest of the run is as fast as it was since it was opened."""
-            done = entry.step - before
-            if total is None or done <= 0:
-                return ""
-            left_s = (time.monotonic() - began_s) / done * (total - entry.step)
-            return f"{timedelta(seconds=round(left_s))} left"
-
-        def update_bar(entry: Entry) -> None:
-            latest.update(entry.value)  # so that an evaluation stays in view
-            seen = f"{_text(latest)}  {left(entry)}"
-            bar.update(bar.task_ids[0], completed=entry.step, seen=seen)
-
-        def print_line(entry: Entry) -> None:
-            nonlocal last_s
-            latest.update(entry.value)
-            now_s = time.monotonic()
-            if now_s - last_s < every_s:
-                return
-            last_s = now_s
-            updates = f"update {entry.step}" + ("" if total is None else f" of {total}")
-            text = "  ".join(part for part in (updates, _text(latest), left(entry)) if part)
-            screen.print(text, highlight=False, soft_wrap=True)
-
-        if not (screen.is_terminal or screen.is_jupyter):
-            return print_line, lambda: None
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
-        bar = Progress(*columns, console=screen)
-        bar.add_task("updates", total=total, completed=before, seen="")
-        if screen.is_jupyter:
-            # One output of the cell, which is replaced. `Live` takes ipywidgets for that, and adds
-            # an output for each refresh without them.
-            output = import_module("IPython.display").display(bar, display_id=True)
-
-            def update_output(entry: Entry) -> None:
-                update_bar(entry)
-                output.update(bar)
-
-            return update_output, lambda: None
-        bar.start()
-        return update_bar, bar.stop
-
-    return Tracker(
-        name="progress",
-        open=begin,
-        # A bar has no place for anything else.
-        write=lambda shown, entry: shown[0](entry) if entry.kind == "log" else None,
-        close=lambda shown, failed: shown[1](),
-    )
-
-
-def _text(values: Mapping[str, float]) -> str:
-    shown = [name for name in values if name in _SHOWN or name.split("/")[0] == "eval"]
-    return "  ".join(
-        f"{values[name]:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {values[name]:.4g}"
-        for name in shown
-    )
 
 
 def log_disk(ctx: DistContext, folder: object, size: int, total: int | None) -> None:

@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsFloat, TypeVar
 
 import attrs
 from torch import nn
 
-from fxtrain import ops
+from fxtrain import _extensions, ops
 from fxtrain._reading import StrPath
 from fxtrain._record import above, at_least, record, shown
 from fxtrain.backends.core.replica_digests import verify_replicas
@@ -32,15 +32,15 @@ from fxtrain.loop.fit_entries import (
     check_changes,
     entries_after,
     log_disk,
-    progress,
     tokens_of,
 )
 from fxtrain.loop.stepping import StepFns
-from fxtrain.profiling import profile
+from fxtrain.ops.transport.exchange import exchange_texts
 from fxtrain.state import Batch, DistContext, Position, Report
 from fxtrain.state.precision import as_names
-from fxtrain.trackers import JsonLines, Target
-from fxtrain.trackers.opening import open_run, own
+
+if TYPE_CHECKING:
+    from fxtrain._extensions import Target
 
 M = TypeVar("M", bound=nn.Module)
 _PASSED_ON = ("ctx", "fns", "loader")  # arguments of `fit` that are no rules
@@ -70,7 +70,7 @@ def fit(
     best: Literal["min", "max"] = "min",
     evaluate: Callable[[], SupportsFloat | Mapping[str, SupportsFloat]] | None = None,
     evaluate_every: int | None = None,
-    to: Target | Sequence[Target] = (JsonLines(),),  # noqa: B008 - a frozen value
+    to: "Target | Sequence[Target]" = (_extensions.JsonLines(),),  # noqa: B008 - a frozen value
     settings: Mapping[str, object] | None = None,
     log_every: int = 10,
     show: bool = True,
@@ -375,7 +375,7 @@ def _opened(
     ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules
 ) -> Iterator[_Loop | None]:
     """The run, restored and tracked; None if there is nothing to train."""
-    lock = own(rules.path, ctx)
+    lock = _extensions.own(rules.path, ctx)
     try:
         restored = None
         if rules.resume:
@@ -397,10 +397,11 @@ def _opened(
             )
         loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
         known = restored.extra["run"] if restored else "folder" if rules.resume else None
-        run = open_run(
+        shown = (_extensions.progress(rules.total_updates(loader)),) if rules.show else ()
+        run = _extensions.open_run(
             rules.path,
             ctx,
-            (*rules.to, progress(rules.total_updates(loader))) if rules.show else rules.to,
+            (*rules.to, *shown),
             plan=fns.model.plan,
             settings=rules.settings,
             resume=known,
@@ -408,7 +409,7 @@ def _opened(
             lock=lock,
         )
         recorded = fns.model.plan.profile if run._is_new else None
-        recording = nullcontext() if recorded is None else profile(ctx, recorded)
+        recording = nullcontext() if recorded is None else _extensions.profile(ctx, recorded)
         signals = rules.signals
         preemption = ops.preemption(ctx, signals=signals) if signals else nullcontext()
         with run, preemption as notice:
@@ -534,10 +535,14 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
         reason = "signaled"
     if ctx.world_size == 1:
         return reason, bool(due or late)
-    answers = ops.gather_objects((reason, late), ctx)
-    reasons = [reason for reason, _ in answers]
+    # Rank 0 alone says whether it is late. Many ranks send nothing more than the call, usually.
+    words = [reason or "", "late"] if late and ctx.is_main else [reason or ""]
+    texts = exchange_texts(ctx, ("fit", "its check after an update"), " ".join(words))
+    if not any(texts):
+        return None, bool(due)
+    reasons = [text.partition(" ")[0] or None for text in texts]
     gone = [rank for rank, reason in enumerate(reasons) if reason in ("left", "failed")]
-    if 0 < len(gone) < len(answers):
+    if 0 < len(gone) < len(reasons):
         ops.log(ctx).warning(
             "fit: rank %s left its loop after update %d, and the others did not. All ranks stop "
             "here, and the run is saved. Use reports.stop() to stop all of them.",
@@ -545,7 +550,7 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
             position.updates,
         )
     stop = next((why for why in _REASONS if why in reasons), None)
-    return stop, bool(due or answers[0][1])
+    return stop, bool(due or texts[0].endswith("late"))
 
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:

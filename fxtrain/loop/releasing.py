@@ -2,20 +2,22 @@
 
 import ctypes
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fxtrain import _extensions
 from fxtrain.backends.core.optimizers import HostOptimizer, local_optimizer
 from fxtrain.errors import PlanError
-from fxtrain.meters import Memory, memory
-from fxtrain.precision.quantizing import quantized_layers
 from fxtrain.state import DistContext, Wrapped
 from fxtrain.state.wrapped import check_open
 
+if TYPE_CHECKING:
+    from fxtrain._extensions import Memory
 
-def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> tuple[Memory, Memory]:
+
+def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> "tuple[Memory, Memory]":
     """Free what models and optimizers hold in memory on this rank.
 
     An optimizer loses its states, its parameter groups and the gradients of its parameters. A
@@ -61,11 +63,11 @@ def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> tuple[Memo
         if isinstance(target, Wrapped) and target.status.closed == "gathered":
             check_open(target, "release", PlanError)
     ctx = _context(objects)
-    before = memory(ctx)
+    before = _extensions.memory(ctx)
     for target in objects:
         _release(target)
     empty_cache(ctx.device)
-    return before, memory(ctx)
+    return before, _extensions.memory(ctx)
 
 
 def empty_cache(device: torch.device) -> None:
@@ -112,7 +114,8 @@ def _empty_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _empty_module(module: nn.Module) -> None:
-    for _, part, _ in list(quantized_layers(module)):  # what bitsandbytes has beside parameters
+    # What bitsandbytes has beside parameters.
+    for _, part, _ in list(_extensions.quantized_layers(module)):
         own = vars(part)
         own |= {name: None for name in ("quant_state", "_copy") if name in own}
         own |= {"state": type(own["state"])()} if "state" in own else {}

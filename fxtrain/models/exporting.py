@@ -19,19 +19,19 @@ from fxtrain._display import counted, read_bytes
 from fxtrain._reading import path_problem
 from fxtrain._record import few
 from fxtrain.errors import CheckpointError
-from fxtrain.models.block_names import own_names
 from fxtrain.models.folder import ModelFile, commit, split_into_files, staging, write_index
 from fxtrain.models.safetensors_files import writing
 from fxtrain.models.stored_layers import file_metadata, file_weights
-from fxtrain.models.tensor_bytes import (
-    WRITABLE_DTYPES,
+from fxtrain.models.written_weights import (
     context_of,
     ignored_names,
     module_of,
     weights_by_name,
     write_problems,
 )
+from fxtrain.ops.block_names import own_names
 from fxtrain.ops.same_errors import fail_together
+from fxtrain.ops.tensor_bytes import WRITABLE_DTYPES
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.precision.quantizing import quantized_layers, weight_format
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config

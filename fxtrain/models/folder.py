@@ -17,8 +17,10 @@ from typing import Any
 import attrs
 
 from fxtrain._reading import read_file
+from fxtrain.checkpoint.storage import locked, sync_folder
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import aligned_first, parse_json_object
+from fxtrain.models.safetensors_files import parse_json_object
+from fxtrain.ops.safetensors_header import aligned_first
 from fxtrain.state import FileTensor
 
 SINGLE = "model.safetensors"
@@ -102,23 +104,6 @@ def staging(folder: Path) -> Iterator[Path]:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Run a block in one process of this machine at a time, if the file system has locks."""
-    if os.name != "posix":
-        yield
-        return
-    import fcntl  # not on every system
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def commit(source: Path, folder: Path) -> None:
     """Move a finished export into place, over files of the same name, and remove earlier weights.
 
@@ -161,16 +146,6 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk, if the system supports it."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _rename_earlier(source: Path, folder: Path, coming: set[str]) -> None:

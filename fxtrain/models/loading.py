@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fxtrain._record import few
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models.quantized_loading import prepare_layers, quantized_while_read
-from fxtrain.models.tensor_bytes import context_of, ignored_names, module_of, weights_by_name
 from fxtrain.models.tensor_sources import TensorSource, WeightSource, open_source, renamed
+from fxtrain.models.written_weights import context_of, ignored_names, module_of, weights_by_name
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name, set_values
 from fxtrain.precision.quantizing import allocate, put_layers, quantized_tensors

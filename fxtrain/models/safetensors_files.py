@@ -5,11 +5,8 @@ a length, a JSON header and the bytes of the tensors, so one tensor at a time su
 """
 
 import contextlib
-import json
-import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,12 @@ from torch import Tensor
 from fxtrain._reading import open_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
-from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous, memory_of
+from fxtrain.ops.safetensors_header import METADATA, to_header
+from fxtrain.ops.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous, memory_of
 from fxtrain.state import FileTensor
 from fxtrain.state.parsing import parse_json as parse
 
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
-_METADATA = "__metadata__"
-_ALIGNMENT = 64  # bytes; where memory is mapped, some products round differently at other addresses
 
 
 def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
@@ -40,7 +36,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     table = parse_json_object(raw, path)
-    metadata = table.pop(_METADATA, {})
+    metadata = table.pop(METADATA, {})
     entries: dict[str, FileTensor] = {}
     stop = 0  # from the end of the header
     try:
@@ -106,41 +102,8 @@ def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
     return table
 
 
-def aligned_first(nbytes: int) -> float:
-    """A key for sorting the tensors of a file so that each one's start is aligned.
-
-    A tensor starts at a multiple of the largest power of two that divides its size in bytes, since
-    that power divides the sizes of all tensors before it too. Every power divides 0.
-    """
-    return -(nbytes & -nbytes) or -math.inf
-
-
-def to_header(
-    rows: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, list[int]]:
-    """The first bytes of a file: the length of its header, and the header.
-
-    `rows` has name, dtype in the format's word, shape and bytes of each tensor, in order. The bytes
-    are padded so that what follows is aligned. Also returns where each tensor ends, counted from
-    the end of the header.
-    """
-    if sys.byteorder == "big":
-        raise CheckpointError("Safetensors files are little-endian; this machine is big-endian.")
-    table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    ends: list[int] = []
-    start = 0
-    for name, dtype, shape, nbytes in rows:
-        stop = start + nbytes
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-        ends.append(stop)
-        start = stop
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, ends
-
-
 def _header(path: Path, entries: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
-    seen = {_METADATA}
+    seen = {METADATA}
     for entry in entries:
         if entry.name in seen:
             raise CheckpointError(f"{path}: duplicate name {entry.name!r}. Rename the tensor.")

@@ -5,7 +5,7 @@ Value first, context after: `ops.gather(tree, ctx)`.
 
 from typing import TYPE_CHECKING
 
-from fxtrain._other_names import answers_of
+from fxtrain import _extensions
 from fxtrain.ops.collectives import broadcast, gather, reduce
 from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import Preemption, main_first, on_main, on_rank, preemption, say
@@ -26,7 +26,6 @@ from fxtrain.ops.padding import gather_valid as gather_for_metrics
 from fxtrain.ops.restarts import restarting
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.schedules import schedule
-from fxtrain.ops.sequence_tokens import join_tokens, token_positions
 from fxtrain.ops.splitting import scatter, split
 from fxtrain.ops.step_parts import (
     apply,
@@ -39,6 +38,9 @@ from fxtrain.ops.step_parts import (
     sync,
 )
 from fxtrain.ops.whole_tensors import save
+
+if TYPE_CHECKING:
+    from fxtrain._extensions import join_tokens, token_positions
 
 print = say  # not in __all__, since a star import would hide Python's own
 
@@ -91,4 +93,4 @@ __all__ = [
 
 __dir__ = __all__.copy  # for completion
 if not TYPE_CHECKING:  # for which every name would exist
-    __getattr__ = answers_of(__name__, __all__)
+    __getattr__ = _extensions.offers(__name__, __all__)

@@ -22,6 +22,7 @@ from fxtrain.ops.transport.exchange import (
     exchange_payloads,
     exchange_rows,
     rank_loss_guard,
+    send_payload,
 )
 from fxtrain.ops.transport.mismatches import check_source_rank
 from fxtrain.ops.transport.packing import (
@@ -233,7 +234,7 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
     blob = dump(list(packed.others.values()), ctx) if sends and packed.others else EMPTY
     fits = _fits_in_packet(ctx, tensors) and ctx.world_size > 1
     data = torch.cat([to_bytes(tensors), blob]) if fits else blob
-    payload = exchange_payloads(ctx, call, data if sends else EMPTY)[src]
+    payload = send_payload(ctx, call, data if sends else EMPTY, src)
     if ctx.world_size == 1:
         got = [tensor.clone() for tensor in tensors]
     elif fits:

@@ -11,18 +11,17 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain import _extensions
 from fxtrain._addresses import GLOO, addresses_of, find_route
 from fxtrain._record import shown
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.errors import ContextError
-from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close
 from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.opening import open_by_members, open_group
+from fxtrain.ops.opening import allow_files, open_by_members, open_group
 from fxtrain.ops.rendezvous_store import open_store
-from fxtrain.ops.stacks import STACKS
-from fxtrain.ops.standing import watch_standing
+from fxtrain.ops.standing import STACKS
 from fxtrain.ops.transport.exchange import EMPTY, CallState, Updates, exchange_payloads
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
@@ -34,6 +33,7 @@ from fxtrain.state.topology import Topology, read_topology
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits
 _CONTROL = "fxtrain control"
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def _is_timeout(value: Any) -> bool:
@@ -69,8 +69,10 @@ def detect(
         if there are several; selects the device.
         The groups are closed when the `with` block or the process ends. Rank 0 serves the
         rendezvous store, unless the launcher does, at the main address only. On several nodes,
-        sets GLOO_SOCKET_IFNAME to the interface towards that address, unless it is set. With the
-        variable
+        sets GLOO_SOCKET_IFNAME to the interface towards that address, unless it is set. Sets
+        TORCH_GLOO_LAZY_INIT, unless it is set, so that ranks of gloo groups connect when they first
+        send something to each other, and raises the limit of open files of this process as far as
+        the system permits. With the variable
         FXTRAIN_RUN_SECRET objects are signed, and objects without a valid signature are refused.
         A plan in the variable FXTRAIN_PLAN, which `fxtrain launch` sets, or in variables such as
         FXTRAIN_PLAN__SEED=7 under other launchers, becomes the default of `fx.wrap` and
@@ -80,8 +82,8 @@ def detect(
 
     Raises:
         ContextError: the variables contradict each other, the device does not exist, a rank
-            never joined within `timeout_s` (the message names it), or ranks have different
-            secrets.
+            never joined within `timeout_s` (the message names it), ranks have different
+            secrets, or this process may not open enough files.
         MeshError: the axes do not multiply to the world size, or differ from the mesh of the
             launch's plan; raised before any rank waits.
         PlanError: the variables contain no valid plan; raised before any rank waits.
@@ -119,10 +121,13 @@ def detect(
             # gloo uses the network towards the main address, and reads it from the environment.
             route = find_route(topology.main_address, topology.main_port)
             set_defaults({GLOO: route.interface} if route.interface else {})
+        # gloo then connects two ranks when they first send something to each other, and not all.
+        set_defaults({_LAZY: "1"})
+        allow_files(topology.world_size)
         store = None if exists else open_store(topology, wait_s, key=key)
         ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=store, key=key)
     if (folder := variables.get(STACKS)) and not ctx.comm.simulated:
-        watch_standing(ctx, folder)
+        _extensions.watch_standing(ctx, folder)
     if plan is None:
         return ctx
     return with_plan(ctx, plan, tuple(path for path, _ in leaves(values)))
@@ -212,7 +217,9 @@ def _connect_ranks(
     launched = topology
     if owned:
         if device.type == "xla":
-            topology = attrs.evolve(topology, rank=xla_runtime.replicate(topology, device))
+            topology = attrs.evolve(
+                topology, rank=_extensions.xla_runtime.replicate(topology, device)
+            )
         addresses = addresses_of(os.environ.get(GLOO, "")) if topology.num_nodes > 1 else ()
         open_group(topology, device, store, wait, addresses=addresses)
     world = dist.group.WORLD
@@ -342,7 +349,7 @@ def _open_axis(
     control = group if comm.simulated else _open_control(parts, group_ranks, wait, owned=owned)
     comm.state.opened_groups += [group] if comm.simulated else [group, control]
     if device.type == "xla":
-        xla_runtime.register_subgroups(group, device, parts)
+        _extensions.xla_runtime.register_subgroups(group, device, parts)
     return attrs.evolve(
         comm,
         group=group,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from fxtrain import _extensions
 from fxtrain._display import counted
 from fxtrain.errors import ContextError, PlanError
-from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext
 from fxtrain.state.topology import Topology
 
@@ -23,8 +23,8 @@ def find_device(
     requested: str | torch.device | None, env: Mapping[str, str], topology: Topology
 ) -> tuple[torch.device, int]:
     """The device of this rank, and the number of devices that it drives."""
-    if xla_runtime.wants_xla(requested, env):
-        return xla_runtime.start_runtime(requested, env, topology)
+    if _extensions.xla_runtime.wants_xla(requested, env):
+        return _extensions.xla_runtime.start_runtime(requested, env, topology)
     return _pick_device(requested, topology), 1
 
 
@@ -137,7 +137,7 @@ def device_random_state(ctx: DistContext) -> Tensor | None:
     if ctx.device.type in ("cpu", "meta"):
         return None
     if ctx.device.type == "xla":
-        state = xla_runtime.xla_random_state(ctx)
+        state = _extensions.xla_runtime.xla_random_state(ctx)
         signed = state - (1 << 64) if state >> 63 else state  # the same 64 bits
         return torch.tensor(signed, device="cpu")
     return torch.get_device_module(ctx.device).get_rng_state(ctx.device).cpu()
@@ -150,7 +150,7 @@ def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
     """
     if ctx.device.type == "xla":
         if state.dtype == torch.int64:
-            xla_runtime.seed_device(int(state) % (1 << 64), ctx)
+            _extensions.xla_runtime.seed_device(int(state) % (1 << 64), ctx)
     elif ctx.device.type not in ("cpu", "meta") and state.dtype == torch.uint8:
         torch.get_device_module(ctx.device).set_rng_state(state, ctx.device)
 
@@ -191,7 +191,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     torch.manual_seed(rank_seed)
     seed_host(rank_seed)
     if ctx.device.type == "xla":
-        xla_runtime.seed_device(rank_seed, ctx)
+        _extensions.xla_runtime.seed_device(rank_seed, ctx)
     return rank_seed
 
 

@@ -8,7 +8,7 @@ from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.collectives import broadcast_packed, gather_packed
-from fxtrain.ops.transport.exchange import EMPTY, compare_calls, exchange_payloads
+from fxtrain.ops.transport.exchange import EMPTY, are_empty, compare_calls, exchange_payloads
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
@@ -133,7 +133,7 @@ def any_rank(flag: object, ctx: DistContext) -> bool:
         ...     fx.ops.any_rank(False, ctx)
         False
     """
-    return any(_flags("any_rank", flag, ctx))
+    return any(_flags("any_rank", flag, ctx, usual=False))
 
 
 def all_ranks(flag: object, ctx: DistContext) -> bool:
@@ -155,22 +155,26 @@ def all_ranks(flag: object, ctx: DistContext) -> bool:
         ...     fx.ops.all_ranks(True, ctx)
         True
     """
-    return all(_flags("all_ranks", flag, ctx))
+    return all(_flags("all_ranks", flag, ctx, usual=True))
 
 
-def _flags(op: str, flag: object, ctx: DistContext) -> list[bool]:
+def _flags(op: str, flag: object, ctx: DistContext, *, usual: bool) -> list[bool]:
+    """The flags of all ranks; those that are as `usual` take no payload."""
     check_connected(op, ctx)
     local, unclear = False, None
     try:
         local = bool(flag)
     except Exception as error:  # a tensor of several entries, or an error of the flag's __bool__
         unclear = error
-    payload = torch.tensor([local, unclear is not None], device="cpu").view(torch.uint8)
+    payload = EMPTY
+    if unclear is not None or local is not usual:
+        payload = torch.tensor([unclear is not None], device="cpu").view(torch.uint8)
     rows = exchange_payloads(ctx, (op, ""), payload)
-    flags = [(bool(row[0]), bool(row[1])) for row in rows]
-    if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(flags) if is_unclear]:
+    if are_empty(rows):
+        return [usual]  # of all ranks
+    if wrong := [str(rank) for rank, row in enumerate(rows) if row.numel() and row.item()]:
         raise CollectiveError(
             f"{op}: the flag of rank {', '.join(wrong)} is neither true nor false. Pass a bool "
             f"or a tensor with one entry."
         ) from unclear
-    return [is_set for is_set, _ in flags]
+    return [usual is not bool(row.numel()) for row in rows]

@@ -1,6 +1,8 @@
 """Opening process groups within a time, by their members alone, and for a second context."""
 
+import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -18,18 +20,52 @@ from fxtrain.ops.closing import answered, read_views, within
 from fxtrain.ops.devices import check_own_device
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.ops.transport.exchange import CallState, rank_loss_guard, settle
+from fxtrain.ops.transport.messages import connect_ranks
 from fxtrain.ops.transport.mismatches import by_rank, ranks_on
+from fxtrain.ops.transport.rounds import count_rounds
 from fxtrain.state import Comm, CommState, DistContext
 from fxtrain.state.context import check_connected
 from fxtrain.state.topology import Topology
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
 
 # An error comes at most two seconds after the timeout.
 _MORE_S = 0.25  # for torch's own error, which comes at the timeout
 _LOOK_S = 0.6  # to read what other ranks have written, and then for them to fail too
 _ANSWER_S = 0.15
 _PROBE_S = 0.4
+_GROUPS = 3  # of the context, and that of background saves
+_GROUP_FILES = 8  # of a gloo group without connections
+_OPEN_FILES = "/dev/fd"
 _DISCARD = 9  # a port where usually nothing listens
 _MANY = 1000  # more than a process has groups open
+
+
+def allow_files(ranks: int) -> None:
+    """Let this process open as many files as the system permits, of which sockets are some.
+
+    gloo ends the process without an error of Python when it cannot open one.
+    """
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS permits fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    needed = _GROUPS * (_GROUP_FILES + 2 * count_rounds(ranks))
+    opened = len(os.listdir(_OPEN_FILES)) if os.path.isdir(_OPEN_FILES) else 0
+    if soft != resource.RLIM_INFINITY and soft < opened + needed:
+        raise ContextError(
+            f"detect: {ranks} ranks need about {needed} open files in each process, beside the "
+            f"{opened} that are open, and this process may have {soft}. Raise the limit: "
+            f"ulimit -n 65536 in the shell, LimitNOFILE= of a systemd unit, or --ulimit nofile= of "
+            f"a container.",
+            code="FX102",
+        )
 
 
 def open_group(
@@ -86,6 +122,9 @@ def _open_in_time(
             if device.index is not None and device.type != "xla":
                 torch.accelerator.set_device_index(device.index)  # of this thread
             dist.init_process_group(**settings)
+            if "gloo" in settings["backend"]:  # which has connected no ranks yet
+                rank, ranks = settings["rank"], settings["world_size"]
+                connect_ranks(dist.group.WORLD, rank, ranks, settings["timeout"])
         except Exception as error:  # for the thread that waits
             errors.append(error)
         if late.is_set() and dist.is_initialized():

@@ -6,12 +6,11 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import attrs
-import torch
 
 from fxtrain.errors import CollectiveError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import exchange_payloads
+from fxtrain.ops.transport.exchange import same_on_all
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.state import DDP, DistContext, Plan, Strategy, diff, fingerprint
 from fxtrain.state.registry import registered
@@ -77,9 +76,7 @@ def check_same_plan(
     """
     if ctx.world_size == 1 or not ctx.comm.checks or ctx.comm.control is None:
         return
-    local = torch.frombuffer(bytearray(digest_of_plan(plan, extra)), dtype=torch.uint8)
-    digests = exchange_payloads(ctx, (action, ""), local)
-    if any(not torch.equal(digest, digests[0]) for digest in digests):
+    if not same_on_all(ctx, (action, ""), digest_of_plan(plan, extra)):
         raise_plan_differences(action, ctx, plan, extra, cures or {})
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from fxtrain import errors
 from fxtrain.errors import CheckpointError, CollectiveError, FxError, PlanError
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import CallState, exchange_texts
+from fxtrain.ops.transport.exchange import CallState, collect_payloads, exchange_texts
 from fxtrain.ops.transport.mismatches import by_rank
-from fxtrain.ops.transport.pickled import error_text
+from fxtrain.ops.transport.pickled import dump, error_text, unpickle_all
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
 
@@ -102,13 +102,25 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
     return "\n".join(f"rank {rank}{where}: {text}" for rank, (where, _, text) in problems.items())
 
 
-def gather_with_errors(
+def collect_with_errors(
     value: Any, problem: BaseException | None, ctx: DistContext
 ) -> tuple[list[Any], list[str]]:
-    """The values of all ranks, and a line per problem with its ranks, in one exchange."""
-    local_text = "" if problem is None else error_text(problem)
-    own = (value, local_text, local_text and platform.node())
-    rows = [own] if ctx.world_size == 1 else gather_objects(own, ctx)
+    """The values of all ranks, and a line per problem with its ranks, on rank 0.
+
+    Other ranks get no values and no lines, and wait for rank 0 to tell what follows. One exchange,
+    in which payloads are sent along a tree.
+    """
+    text = "" if problem is None else error_text(problem)
+    own = (value, text, text and platform.node())
+    if ctx.world_size == 1:
+        rows = [own]
+    else:
+        call = ("collect", "")
+        blobs = collect_payloads(ctx, call, dump(own, ctx))
+        try:
+            rows = unpickle_all(call[0], dict(enumerate(blobs)), ctx, sure=True)
+        except CollectiveError as error:  # the others wait for an answer
+            return [], [f"  rank 0: {error}"]
     hosts = {rank: host for rank, (*_, host) in enumerate(rows) if host and ctx.num_nodes > 1}
     problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(rows) if text), hosts)
     return [value for value, *_ in rows], problems

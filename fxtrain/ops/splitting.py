@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fxtrain.errors import CollectiveError, DataError
-from fxtrain.ops.transport.exchange import EMPTY, exchange_payloads, rank_loss_guard
+from fxtrain.ops.transport.exchange import EMPTY, rank_loss_guard, send_payload
 from fxtrain.ops.transport.mismatches import check_source_rank
 from fxtrain.ops.transport.packing import is_array
 from fxtrain.ops.transport.pickled import (
@@ -209,7 +209,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
             )
         sure = all(map(unpickles_anywhere, blobs))
         note = dump(problem or ([blob.numel() for blob in blobs], sure), ctx)
-    (received,) = unpickle_all("scatter", {src: exchange_payloads(ctx, call, note)[src]}, ctx)
+    (received,) = unpickle_all("scatter", {src: send_payload(ctx, call, note, src)}, ctx)
     if isinstance(received, str):
         raise CollectiveError(f"scatter: rank {src} passed {received}")
     sizes, sure = received

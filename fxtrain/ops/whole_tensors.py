@@ -13,26 +13,30 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
+from fxtrain import _extensions
 from fxtrain._reading import StrPath, path_problem, write_file
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision.library import is_sharded
-from fxtrain.precision.quantizing import quantized_layers, stored_tensors
 from fxtrain.state import DistContext, TensorIndex, Weight
 from fxtrain.state.context import check_connected
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
     """Every tensor of a module by name, none copied: those of its state dict, then all others."""
-    stored = stored_tensors(module)
+    stored = _extensions.stored_tensors(module)
     weights = {plain_name(name): weight_of(value) for name, value in stored.items()}
     known = {id(value) for value in stored.values()}
-    known |= {id(part.weight) for _, part, _ in quantized_layers(module)}
+    known |= {id(part.weight) for _, part, _ in _extensions.quantized_layers(module)}
     for named in (module.named_parameters, module.named_buffers):
         for name, tensor in named(remove_duplicate=False):
             if id(tensor) not in known:
                 weights.setdefault(plain_name(name), attrs.evolve(weight_of(tensor), stored=False))
     return weights
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, without importing the package that defines it."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
 
 
 def weight_of(tensor: Any) -> Weight:

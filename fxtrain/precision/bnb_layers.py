@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxtrain._optional import optional
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
-from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
+from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.precision.library import Library, Tensors, quiet
 from fxtrain.state import Bnb4, Bnb8, Quantize
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}

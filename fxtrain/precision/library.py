@@ -46,11 +46,6 @@ class Library:
     split: Callable[[Any, torch.device], None] | None = None
 
 
-def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor, without importing the package that defines it."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
-
-
 def linear_like(part: nn.Linear, weight: Tensor | None = None) -> nn.Linear:
     """A plain layer of the same size and bias, with a frozen `weight` or one on the meta device."""
     layer = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain.errors import PlanError
+from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.precision.bnb_layers import BNB4, BNB8
-from fxtrain.precision.library import Library, is_sharded, linear_like
+from fxtrain.precision.library import Library, linear_like
 from fxtrain.precision.targets import choose_layers, matches
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, Quantize, Torchao

@@ -14,8 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain.backends.core.local_sgd import check_parameters, only_this_rank
-from fxtrain.backends.core.rounds import (
+from fxtrain.backends.local_sgd.rounds import (
     BUFFERS,
     MIN_WEIGHT,
     PendingMean,
@@ -27,6 +26,7 @@ from fxtrain.backends.core.rounds import (
     pack_fragment,
     send,
 )
+from fxtrain.backends.local_sgd.strategy import check_parameters, only_this_rank
 from fxtrain.replicas.healing import Progress
 from fxtrain.replicas.members import Members
 from fxtrain.state import (

@@ -24,7 +24,7 @@ BUILT_IN: Mapping[type, str] = MappingProxyType(
         FSDP: "fsdp.strategy.FSDP_STRATEGY",
         DeepSpeed: "deepspeed.strategy.DEEPSPEED_STRATEGY",
         PP: "pipeline.strategy.PIPELINE_STRATEGY",
-        XLA: "xla.XLA_STRATEGY",
+        XLA: "xla.strategy.XLA_STRATEGY",
         Offload: "offload.strategy.OFFLOAD",
     }
 )

@@ -153,7 +153,7 @@ def test_without_locks_another_merge_is_named(tmp_path, monkeypatch):
         shutil.rmtree(next((tmp_path / "out").glob(".*")))
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    monkeypatch.setattr("fxtrain.checkpoint.merging.write_index", lambda source, _: another(source))
+    monkeypatch.setattr("fxtrain.models.merging.write_index", lambda source, _: another(source))
     with pytest.raises(fx.CheckpointError, match="another process exports into this folder"):
         fx.checkpoint.merge(tmp_path / "runs", tmp_path / "out")
 

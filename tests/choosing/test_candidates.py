@@ -5,7 +5,7 @@ import math
 import attrs
 
 import fxtrain as fx
-from fxtrain.choosing.candidates import deepened, lanes, least_memory, needs_split, sizes
+from fxtrain.choosing.candidates import deepened, lanes, least_memory, micro_batches, needs_split
 from fxtrain.state import Memory
 from tests.choosing._programs import STATES, question
 
@@ -42,21 +42,24 @@ def test_sequences_are_split_where_the_plan_says_how():
 
 def test_micro_batches_divide_the_rows_of_an_update():
     lane = (fx.DDP(), fx.Mesh(replicate=8))
-    assert sizes(question(), lane, 8 * 12, 0) == [12, 6, 3, 1]
-    assert sizes(question(), lane, 8 * 12 + 1, 0) == []
+    assert micro_batches(question(), lane, 8 * 12, 0) == [12, 6, 3, 1]
+    assert micro_batches(question(), lane, 8 * 12 + 1, 0) == []
     fixed = question(plan=fx.Plan(accumulate=4), fixed={"accumulate"})
-    assert sizes(fixed, lane, 8 * 12, 0) == [3]
+    assert micro_batches(fixed, lane, 8 * 12, 0) == [3]
     own = attrs.evolve(question(), rows_fixed=True)
-    assert sizes(own, lane, 8 * 12, 4) == [4] and sizes(own, lane, 8 * 12, 5) == []
+    assert micro_batches(own, lane, 8 * 12, 4) == [4] and micro_batches(own, lane, 8 * 12, 5) == []
     whole = attrs.evolve(own, plan=fx.Plan(batch="global"))
-    assert sizes(whole, lane, 8 * 12, 32) == [4] and sizes(whole, lane, 8 * 12, 12) == []
+    assert (
+        micro_batches(whole, lane, 8 * 12, 32) == [4]
+        and micro_batches(whole, lane, 8 * 12, 12) == []
+    )
 
 
 def test_a_pipeline_has_micro_batches_that_fill_it():
     mesh = fx.Mesh(replicate=2, pipeline=4)
     strategy, _ = deepened(question(), (fx.PP(), mesh), 64)
     assert strategy.microbatches == 16
-    assert sizes(question(), (strategy, mesh), 64, 0) == [32, 16]
+    assert micro_batches(question(), (strategy, mesh), 64, 0) == [32, 16]
     assert deepened(question(), (fx.PP(microbatches=8), mesh), 64)[0].microbatches == 8
 
 

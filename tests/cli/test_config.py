@@ -9,7 +9,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import detect_machine
+from fxtrain.cli.questions import detect_machine
 from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.config import (
     LaunchConfig,

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import MachineFacts, interview
+from fxtrain.cli.questions import MachineFacts, interview
 from fxtrain.launchers.config import read_launch_file
 
 PLAIN = MachineFacts(cores=8)
@@ -88,7 +88,7 @@ class Mine:
 
 
 def test_strategies_of_installed_packages_are_choices(monkeypatch):
-    monkeypatch.setattr("fxtrain.cli.config.installed_configs", lambda: (Mine,))
+    monkeypatch.setattr("fxtrain.cli.questions.installed_configs", lambda: (Mine,))
     monkeypatch.setattr("fxtrain.state.converters.installed_configs", lambda: (Mine,))
     asked, values = _asked(GPUS, kind="mine")
     assert "\n  mine: A strategy of another package.\n" in asked["plan.strategy.kind"]
@@ -127,7 +127,7 @@ def test_what_is_no_answer_is_told(said):
 def _typed(monkeypatch, tmp_path, *lines):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    monkeypatch.setattr("fxtrain.cli.config.detect_machine", lambda: PLAIN)
+    monkeypatch.setattr("fxtrain._extensions.detect_machine", lambda: PLAIN)
     return main(["config"])
 
 

@@ -15,7 +15,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.cli import main
-from fxtrain.ops.stacks import Frame, ask, groups_of, process_start, read_stands, unreported
+from fxtrain.diagnosis.stacks import Frame, ask, groups_of, process_start, read_stands, unreported
 from tests._slow import slow_after
 
 fr_trace = pytest.importorskip(

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.backends.context.ring_attention import PLAIN, RingAttention
+from fxtrain.backends.context.sequence_tokens import positions_of
 from fxtrain.data.to_device import make_splitter
-from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks, reference
 from tests._slow import slow_after
 

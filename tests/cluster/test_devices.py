@@ -8,9 +8,9 @@ import torch
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxtrain.errors import ContextError
 from fxtrain.ops import devices
 from fxtrain.state.topology import Topology
+from tests._errors import raises_code
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_rank_that_sees_one_device_takes_it(cuda):
 
 def test_too_few_devices_are_an_error(cuda):
     cuda.count = 2
-    with pytest.raises(ContextError, match="needs cuda:3, but this node has 2 cuda devices"):
+    with raises_code("FX104", "2 cuda"):
         _device(3)
 
 
@@ -100,7 +100,7 @@ def test_two_ranks_of_a_node_on_one_device_are_named(shared, monkeypatch):
     place = (_rank(6), torch.device("cuda:0"), store, 1.0)
     if shared:
         store.set("device/5", "GPU-6")
-        with pytest.raises(ContextError, match=r"Ranks 5, 6 of this node .*GPU-6"):
+        with raises_code("FX104", "GPU-6"):
             devices.check_own_device(*place)
     else:
         devices.check_own_device(*place)

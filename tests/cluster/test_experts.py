@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain.testing import count_collectives, fake_world
 from fxtrain.testing.training import on_mesh
 from property_tests.test_experts import WIDTH, Block
+from tests._errors import raises_code
 from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 from tests.cluster.test_tensor import MIXED, by_hand, train
@@ -388,5 +389,5 @@ def test_what_cannot_be_spread_is_refused(name):
 
 
 def test_a_model_without_experts_is_refused():
-    with fake_world(2) as ctx, pytest.raises(fx.PlanError, match="has no mixture of experts"):
+    with fake_world(2) as ctx, raises_code("FX202"):
         fx.wrap(torch.nn.Linear(2, 2), ctx, SPREAD)

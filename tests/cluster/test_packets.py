@@ -7,13 +7,31 @@ import time
 import pytest
 import torch
 
-import fxtrain as fx
-from fxtrain import ops
+from fxtrain import CollectiveError, ops
 from fxtrain.ops.transport.exchange import CallState
+from fxtrain.ops.transport.pace import Pace
+from tests._errors import raises_code
 
 
 class _Enough(Exception):
     pass
+
+
+def _in_rounds(ctx, fn, *args):
+    """Call a function where these ranks exchange messages in rounds, as many ranks do."""
+    state = ctx.comm.slot(CallState)
+    before, state.few = state.few, 1
+    try:
+        return fn(ctx, *args)
+    finally:
+        state.few = before
+
+
+def _run(cluster, few, fn, *args):
+    return cluster.run(fn, *args) if few else cluster.run(_in_rounds, fn, *args)
+
+
+few_or_many = pytest.mark.parametrize("few", [True, False], ids=["one all-gather", "in rounds"])
 
 
 def _interrupted(ctx, who, n):
@@ -55,10 +73,11 @@ def _payloads(ctx, sizes):
     return [torch.equal(one, _big(rank, n)) for rank, (one, n) in enumerate(zip(found, sizes))]  # noqa: B905
 
 
+@few_or_many
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_does_not_fit_in_a_packet_follows_it(clusters, ranks):
+def test_what_does_not_fit_in_a_packet_follows_it(clusters, ranks, few):
     for sizes in ([1, 5000, 100_000, 3][:ranks], [300_000] * ranks, [2100, 1, 1, 1][:ranks]):
-        assert clusters[ranks].run(_payloads, sizes) == [[True] * ranks] * ranks
+        assert _run(clusters[ranks], few, _payloads, sizes) == [[True] * ranks] * ranks
 
 
 def _results_kept(ctx):
@@ -80,9 +99,10 @@ def _results_kept(ctx):
     return before == repr(first)
 
 
+@few_or_many
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_results_do_not_share_memory_with_the_packets_of_later_calls(clusters, ranks):
-    assert clusters[ranks].run(_results_kept) == [True] * ranks
+def test_results_do_not_share_memory_with_the_packets_of_later_calls(clusters, ranks, few):
+    assert _run(clusters[ranks], few, _results_kept) == [True] * ranks
 
 
 CALLS = {
@@ -97,25 +117,77 @@ CALLS = {
 
 def _different(ctx, names):
     for _ in range(2):  # the second time, calls of that kind are known
-        with pytest.raises(fx.CollectiveError, match="gather") as caught:
+        with raises_code("FX301") as caught:
             CALLS[names[ctx.rank]](ctx)
     rows = ops.gather(_big(ctx.rank, 30_000), ctx)
     expected = torch.cat([_big(rank, 30_000) for rank in range(ctx.world_size)])
     return torch.equal(rows, expected), str(caught.value)
 
 
+@few_or_many
 @pytest.mark.parametrize("other", sorted(set(CALLS) - {"large"}))
-def test_calls_that_differ_fail_on_all_ranks_whatever_follows_their_packets(clusters, other):
+def test_calls_that_differ_fail_on_all_ranks_whatever_follows_their_packets(clusters, other, few):
     for ranks in (2, 4):
         names = ["large", other, other, "large"][:ranks]
-        found = clusters[ranks].run(_different, names)
+        found = _run(clusters[ranks], few, _different, names)
         assert [right for right, _ in found] == [True] * ranks
         assert len({text for _, text in found}) == 1
 
 
+@few_or_many
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_calls_after_one_that_was_interrupted_are_not_mixed_up_with_it(clusters, ranks):
+def test_calls_after_one_that_was_interrupted_are_not_mixed_up_with_it(clusters, ranks, few):
     for who in range(ranks):
         for n in (1, 10_000) if who in (0, ranks - 1) else (10_000,):
             expected = [[10.0 * i + rank for rank in range(ranks)] for i in (1, 2, 3)]
-            assert clusters[ranks].run(_interrupted, who, n) == [expected] * ranks
+            assert _run(clusters[ranks], few, _interrupted, who, n) == [expected] * ranks
+
+
+def _each_kind(ctx):
+    """What calls of every kind give, some of which send no payload."""
+    rank = ctx.rank
+    with pytest.raises(CollectiveError, match=r"rank 1.* is neither true nor false"):
+        ops.any_rank(torch.ones(2) if rank == 1 else False, ctx)
+    with pytest.raises(CollectiveError, match="batch size=2"):
+        ops.agree(2 if rank == 1 else 3, ctx, name="batch size")
+    return [
+        [ops.any_rank(flag, ctx) for flag in (False, rank == 1, True)],
+        [ops.all_ranks(flag, ctx) for flag in (False, rank != 1, True)],
+        [ops.broadcast_object(rank, ctx, src=src) for src in range(ctx.world_size)],
+        ops.reduce(torch.tensor([float(rank)]), ctx, op="sum").tolist(),
+        ops.gather_objects("x" * rank, ctx),
+        ops.agree("the same", ctx),
+    ]
+
+
+@few_or_many
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_calls_of_every_kind(clusters, ranks, few):
+    expected = [
+        [False, True, True],
+        [False, False, True],
+        [*range(ranks)],
+        [float(sum(range(ranks)))],
+        ["x" * rank for rank in range(ranks)],
+        "the same",
+    ]
+    assert _run(clusters[ranks], few, _each_kind) == [expected] * ranks
+
+
+def _paces(ctx):
+    """Slow ranks that this rank knows after each exchange, and whether its pace is to be sent."""
+    pace, seen = Pace(), []
+    ctx.comm.state.slots[Pace] = pace
+    pace.micros = 100_000 if ctx.rank == 3 else 10_000
+    for fresh in (ctx.rank > 0, True, True):
+        pace.fresh = fresh
+        ops.barrier(ctx)
+        seen.append(([*pace.slow], pace.fresh))
+    del ctx.comm.state.slots[Pace]
+    return seen
+
+
+def test_many_ranks_send_their_pace_once_each_has_a_new_one(clusters):
+    first, *others = clusters[4].run(_in_rounds, _paces)
+    assert first == [([], False), ([], False), ([3], False)]
+    assert others == [[([], True), ([], False), ([], False)]] * 3

@@ -13,6 +13,7 @@ from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state.topology import Topology
 from fxtrain.testing import free_port
+from tests._errors import raises_code
 
 KEYS = [derive_key("a secret of a run"), derive_key("another secret of a run"), b""]
 
@@ -43,9 +44,7 @@ def test_a_pickle_is_read_under_its_own_seal_only(sent, known, tmp_path):
         if sent == known:
             unpickle_all("gather", {1: blob}, _with_key(ctx, known))
         else:
-            with pytest.raises(
-                fx.CollectiveError, match="rank 1 is not signed with this run's secret"
-            ):
+            with raises_code("FX103"):
                 unpickle_all("gather", {1: blob}, _with_key(ctx, known))
     assert len(list(tmp_path.iterdir())) == (sent == known)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.curves import read_curves
 from fxtrain.curves.page import page_of
-from fxtrain.ops.transport import exchange, pace
+from fxtrain.ops.transport import exchange, messages, pace
 from fxtrain.ops.transport.pace import KEPT, Pace
 from tests._clock import Clock
 from tests._slow import slow_after
@@ -36,6 +36,7 @@ def _clock():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pace, "time", clock)
         patch.setattr(exchange, "time", clock)
+        patch.setattr(messages, "time", clock)
         yield clock
 
 

@@ -40,11 +40,22 @@ def test_small_trees_of_any_dtypes_take_one_packet(clusters):
         assert clusters[4].run(_count, name, 8) == [PACKET] * 4
 
 
-def test_packets_of_many_ranks_take_one_collective():
-    for ranks in (8, 100):
+def test_packets_of_few_ranks_take_one_collective():
+    with fake_world(8), fx.detect(env={}, device="cpu") as ctx:
+        for name in SMALL:
+            assert _count(ctx, name, 8) == PACKET
+
+
+def test_many_ranks_send_as_many_messages_as_the_logarithm_of_their_number():
+    for ranks, rounds in ((9, 4), (100, 7), (4096, 12)):
+        # Rank 0 sends a row along a tree, which others receive.
+        sends = {"send": rounds, "recv": rounds}
         with fake_world(ranks), fx.detect(env={}, device="cpu") as ctx:
-            for name in SMALL:
-                assert _count(ctx, name, 8) == PACKET
+            assert _count(ctx, "any_rank", 8) == _count(ctx, "barrier", 8) == sends
+            if ranks < 1000:  # of more, only a smaller tree is sent so
+                for name in ("gather", "reduce"):
+                    assert _count(ctx, name, 8) == {"send": 2 * rounds, "recv": 2 * rounds}
+                assert _count(ctx, "broadcast", 8) == {"send": 2 * rounds, "recv": rounds}
 
 
 def test_large_trees_take_the_check_and_one_collective_per_dtype_at_most(pair):
@@ -57,7 +68,7 @@ def test_large_trees_take_the_check_and_one_collective_per_dtype_at_most(pair):
 def test_a_gather_that_does_not_fit_in_a_packet_takes_one_collective_more(clusters):
     for ranks in (2, 4):
         assert clusters[ranks].run(_count, "gather", 9000) == [{"all_gather": 2}] * ranks
-    with fake_world(100), fx.detect(env={}, device="cpu") as ctx:
+    with fake_world(8), fx.detect(env={}, device="cpu") as ctx:
         assert _count(ctx, "gather", 9000) == {"all_gather": 2}
 
 

@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain.backends import whole_weights
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests._errors import raises_code
 from tests._slow import slow_after
 from tests.cluster._handles import FSDP, adam, new_handle, sequential
 from tests.cluster._models import PIPELINES
@@ -70,7 +71,7 @@ def test_what_weights_refuses(pair, names, ranks, kind, words):
 
 def test_what_is_not_wrapped_has_a_state_dict():
     for call in (fx.weights, lambda net: fx.gathered(net).__enter__()):
-        with pytest.raises(fx.PlanError, match=r"module\.state_dict\(\)"):
+        with raises_code("FX200", "module.state_dict()"):
             call(nn.Linear(2, 1))
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import tokenizers
 
-from fxtrain.data.token_folders import open_tokens, source_states
+from fxtrain.token_files.folders import open_tokens, source_states
 
 WORDS = {"<end>": 0, "a": 1, "b": 2, "c": 3, "d": 4}
 

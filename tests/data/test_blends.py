@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.state.token_files import weight_at
+from fxtrain.token_files.records import weight_at
 from tests._errors import raises_code
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt

@@ -34,7 +34,7 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def small_parts(monkeypatch):
     """One line in each part."""
-    monkeypatch.setattr("fxtrain.data.tokenizing._SMALLEST", 16)
+    monkeypatch.setattr("fxtrain.token_files.tokenizing._SMALLEST", 16)
 
 
 def _files(folder):

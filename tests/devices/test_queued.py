@@ -6,6 +6,7 @@ uses its result waits. Ranks whose collectives differ get each other's bytes.
 
 import json
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import LAWS, Terms
 from tests.devices._device import differ_once_verified
 from tests.devices.test_programs import PROGRAM, launch
 
 pytestmark = pytest.mark.timeout(300)
+
+few_or_many = pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 
 PLANS = {
     "ddp": fx.Plan(strategy=fx.DDP()),
@@ -128,7 +132,23 @@ class _Trained:
         return [p.detach().cpu() for p in self.model.module.parameters()]
 
 
-def _skipping(ctx, skips):
+@contextmanager
+def _as_many(ctx, many):
+    """Let the ranks exchange messages in rounds, as many ranks do."""
+    state = ctx.comm.slot(CallState)
+    before, state.few = state.few, 1 if many else state.few
+    try:
+        yield
+    finally:
+        state.few = before
+
+
+def _skipping(ctx, skips, many):
+    with _as_many(ctx, many):
+        return _skipping_one(ctx, skips)
+
+
+def _skipping_one(ctx, skips):
     run = _Trained(ctx)
     for step in range(6):
         try:
@@ -140,10 +160,11 @@ def _skipping(ctx, skips):
     return 6, "", run.weights()
 
 
-def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(in_order):
-    whole = in_order.run(_skipping, False)
+@few_or_many
+def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(in_order, many):
+    whole = in_order.run(_skipping, False, many)
     assert [found[:2] for found in whole] == [(6, "")] * 2
-    (step, text, left), (other_step, other, right) = in_order.run(_skipping, True)
+    (step, text, left), (other_step, other, right) = in_order.run(_skipping, True, many)
     # Each learns in its next call that rank 1 made this one an update later.
     assert (step, other_step) == (3, 4)
     assert text == other
@@ -156,15 +177,17 @@ def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(in_order):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def _different(ctx):
-    text, seconds = differ_once_verified(ctx)
-    # The next call opens another communicator.
-    total = float(ops.reduce(torch.ones(4, device=ctx.device), ctx, op="sum")[0])
-    return text, seconds, total, ops.gather_objects(ctx.rank, ctx)
+def _different(ctx, many):
+    with _as_many(ctx, many):
+        text, seconds = differ_once_verified(ctx)
+        # The next call opens another communicator.
+        total = float(ops.reduce(torch.ones(4, device=ctx.device), ctx, op="sum")[0])
+        return text, seconds, total, ops.gather_objects(ctx.rank, ctx)
 
 
-def test_a_rank_that_waits_for_its_device_learns_of_another_call(in_order):
-    (text, seconds, total, ranks), (other, *_) = in_order.run(_different)
+@few_or_many
+def test_a_rank_that_waits_for_its_device_learns_of_another_call(in_order, many):
+    (text, seconds, total, ranks), (other, *_) = in_order.run(_different, many)
     assert text == other
     assert "rank 0: reduce(float32[4]" in text
     assert "rank 1: barrier()" in text
@@ -172,11 +195,14 @@ def test_a_rank_that_waits_for_its_device_learns_of_another_call(in_order):
     assert (total, ranks) == (2.0, [0, 1])
 
 
-def _at_the_end(ctx):
+def _at_the_end(ctx, many):
     """A context in which rank 1 skips the last call."""
     x = torch.ones(4, device=ctx.device)
     try:
-        with fx.detect(device=ctx.device, timeout_s=ctx.comm.timeout_s) as inner:
+        with (
+            fx.detect(device=ctx.device, timeout_s=ctx.comm.timeout_s) as inner,
+            _as_many(inner, many),
+        ):
             ops.reduce(x, inner, op="sum")
             if ctx.rank == 0:
                 ops.reduce(x, inner, op="sum")
@@ -185,8 +211,9 @@ def _at_the_end(ctx):
     return ""
 
 
-def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(in_order):
-    text, none = in_order.run(_at_the_end)
+@few_or_many
+def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(in_order, many):
+    text, none = in_order.run(_at_the_end, many)
     assert none == ""
     assert text.startswith("reduce(float32[4]@device, sum)")
     assert "FX302" in text

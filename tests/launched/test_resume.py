@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from fxtrain.cli import Exit, checkpoint_commands, main
+from fxtrain.cli import Exit, main, rerun_commands
 from fxtrain.diagnosis import rerun
 from fxtrain.errors import CheckpointError
 from fxtrain.testing.cluster import starter
@@ -85,7 +85,7 @@ def test_verify_resume_says_that_a_script_is_exact():
     ),
 )
 def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint_commands, "_launch", _run_here)
+    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
     assert main(["verify-resume", str(SCRIPTS / "forgets.py"), fault]) == Exit.FOUND
     told = capsys.readouterr().out
     assert "leaves differ; the first is" in told
@@ -125,7 +125,7 @@ def test_verify_resume_compares_one_run_and_leaves_the_users_run_alone(
     done.join(60)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(files) > 4
-    monkeypatch.setattr(checkpoint_commands, "_launch", _run_here)
+    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
     assert main(["verify-resume", "train.py"]) == Exit.WELL
     assert "leaves are bitwise equal" in capsys.readouterr().out
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -134,7 +134,7 @@ def test_verify_resume_compares_one_run_and_leaves_the_users_run_alone(
 def test_verify_resume_of_a_script_that_does_not_save(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("print('done')\n")
-    monkeypatch.setattr(checkpoint_commands, "_launch", _run_here)
+    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
     assert main(["verify-resume", str(script)]) == Exit.WRONG
     assert "It should call fx.save at least twice" in capsys.readouterr().err
 
@@ -183,7 +183,7 @@ def test_replay_finds_an_update_that_differs_from_itself(
     done = run_fork(*PYTHON, *script)
     assert done.code == 0, done.err
     before = _lasting(tmp_path)
-    monkeypatch.setattr(checkpoint_commands, "_launch", _run_here)
+    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
     replay = ["replay", "--checkpoint", str(tmp_path), "--update", "8", "--times", "2"]
     assert main([*replay, *script]) == (Exit.WELL if repeats else Exit.FOUND)
     told = capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_a_node_waits_for_an_earlier_cause_that_is_still_written():
     written = json.dumps(attrs.asdict(attrs.evolve(_end(0), number=number)))
 
     def write():
-        while lost.store.add("ends", 0) < 3:  # until the other node has told its end
+        while lost.store.add("ends", 0) < 3:  # until the other node has reported its end
             time.sleep(0.01)
         early.store.set("ended/0", written)
 
@@ -120,7 +120,7 @@ def test_a_node_that_was_stopped_is_told_and_no_failure(capsys):
 def test_what_a_stranger_writes_is_a_failure(text):
     first, second = _nodes(2)
     first.store.set("ended/1", text)
-    assert "Node 1 told its end in another format" in first.wait()
+    assert "Node 1 reported its end in another format" in first.wait()
     assert second.node == 1
 
 
@@ -128,7 +128,7 @@ def test_a_store_that_ended_is_no_answer():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     node = NodeEnds(client, 1, 2, serves=False)
-    assert node.told() == ""
+    assert node.reported() == ""
     del server
     assert node.wait() is None
     assert node.culprit_of(_end(1)) is None
@@ -137,7 +137,7 @@ def test_a_store_that_ended_is_no_answer():
 def test_a_node_alone_waits_for_nobody():
     (node,) = _nodes(1)
     node.begin()
-    assert node.culprit_of(_end(0)) == "" and node.told() == "" and not node.interrupted()
+    assert node.culprit_of(_end(0)) == "" and node.reported() == "" and not node.interrupted()
     assert node.wait() == "" and node.name == ""
     node.leave()
 
@@ -282,7 +282,7 @@ def test_a_node_that_waited_in_vain_to_join_leaves_the_run_to_the_others(met):
     agent._ends = _nodes(1)[0]
     agent.handler = SimpleNamespace(shutdown=lambda: closed.append(True))
     agent.joined_once = met
-    agent._farewell(None, True)
+    agent._leave(None, True)
     assert bool(closed) is met
 
 

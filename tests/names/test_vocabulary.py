@@ -43,6 +43,19 @@ def test_words_that_the_table_rules_out_are_not_used():
     assert not found, "See the words in CONTRIBUTING.md:\n" + "\n".join(found)
 
 
+def test_pages_do_not_use_them_either():
+    """Outside of code, in which a reader's own names may be `mine`."""
+    pages = [PAGE.with_name("README.md"), *PAGE.with_name("docs").rglob("*.md")]
+    found = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        prose = re.sub(
+            r"(?ms)^ *```.*?^ *```$|`[^`\n]*`", lambda code: "\n" * code[0].count("\n"), text
+        )
+        found += [f"{page.name}:{line}: {word}" for line, word in uses(prose, words_never_used())]
+    assert not found, "See the words in CONTRIBUTING.md:\n" + "\n".join(found)
+
+
 def test_a_word_is_found_in_names_comments_and_texts():
     source = 'class MineOnly:\n    lap_time = "told: never"  # drifting\n\n\nstrategy=row\n'
     found = uses(source, {"mine", "lap", "told", "drifting"})

@@ -6,16 +6,20 @@ from pathlib import Path
 import pytest
 
 from fxtrain.launchers import child
+from fxtrain.launchers.built_in import job_variables
 from fxtrain.state import topology
 from tests._job_variables import is_of_a_job, remove_job_variables
 
 _NAME = re.compile(r"[\"'](RANK|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)[\"']")
 
 
-@pytest.mark.parametrize("reader", [topology, child], ids=lambda module: module.__name__)
+READERS = [topology, job_variables, child]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda module: module.__name__)
 def test_every_variable_that_tells_a_rank_is_removed(reader):
     names = {*_NAME.findall(Path(reader.__file__).read_text())}
-    assert {"RANK", "SLURM_PROCID"} <= names
+    assert names & {"RANK", "SLURM_PROCID"}
     assert [name for name in sorted(names) if not is_of_a_job(name)] == []
 
 

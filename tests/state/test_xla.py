@@ -12,10 +12,10 @@ import torch
 
 import fxtrain as fx
 from fxtrain.backends.core.module_changes import xla_problems
-from fxtrain.backends.xla import RecompilationLog
+from fxtrain.backends.xla import xla_runtime
+from fxtrain.backends.xla.strategy import RecompilationLog
 from fxtrain.data import to_device
 from fxtrain.errors import ContextError, MissingPackageError
-from fxtrain.ops import xla_runtime
 from fxtrain.state.topology import Topology
 from tests._errors import raises_code
 

@@ -7,7 +7,8 @@ import torch
 from torch import distributed as dist
 
 import fxtrain as fx
-from fxtrain.ops import opening, xla_runtime
+from fxtrain.backends.xla import xla_runtime
+from fxtrain.ops import opening
 from fxtrain.ops.collectives import broadcast_piece, gather_piece
 from fxtrain.state.topology import Topology
 

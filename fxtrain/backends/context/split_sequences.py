@@ -10,9 +10,9 @@ import attrs
 from torch import Tensor, nn
 
 from fxtrain import _tree
+from fxtrain.backends.context.sequence_tokens import positions_of
 from fxtrain.backends.core.module_changes import unknown_patterns, unused_axes
 from fxtrain.errors import StepError
-from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.state import CP, DistContext, Plan, Strategy, Wrapped
 
 # Token count of the running forward: set where it starts, read further inside.

@@ -77,6 +77,7 @@ class StableBucketsDDP(DistributedDataParallel):
         parameters, sparse = super()._build_params_for_reducer()
         if not self._fixed:
             return parameters, sparse
+        # Backward usually reaches what was registered last first.
         places = self._order or range(len(parameters))[::-1]
         self._sorted = [parameters[place] for place in places]
         return self._sorted, [sparse[place] for place in places]
@@ -138,6 +139,8 @@ class StableBucketsDDP(DistributedDataParallel):
         if known or not self.require_backward_grad_sync:
             progress.expects, progress.undecided = progress.in_block, False
             return super().forward(*inputs, **kwargs)
+        # Undecided: if the reducer expected a backward that never comes, torch's next forward would
+        # raise an error.
         with self.no_sync():
             out = super().forward(*inputs, **kwargs)
         self._decide_in_backward(out)
@@ -207,6 +210,7 @@ class StableBucketsDDP(DistributedDataParallel):
             self.progress.undecided = False
             roots.clear()  # they hold this function
 
+        # Backward passes the outputs before it reaches any parameter.
         for leaf in outputs:
             leaf.register_hook(begins)
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxtrain import _extensions
 from fxtrain.backends.core.initial_values import copy_shard
-from fxtrain.backends.core.local_sgd import weighted_mean
 from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
     load_optimizers,
@@ -19,11 +19,9 @@ from fxtrain.backends.core.optimizer_state import (
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
-from fxtrain.models import tensor_bytes
+from fxtrain.ops import tensor_bytes
 from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name, without_compile
-from fxtrain.precision.quantizing import quantized_facts, quantized_tensors, stored_tensors
-from fxtrain.precision.recipe_layers import scaling_state
 from fxtrain.state import TE, DistContext, FlatShard, ModelState, StateReader, Wrapped
 from fxtrain.state.keys import SCALES, WEIGHTS, optimizer_key
 
@@ -78,7 +76,7 @@ def _scales(model: Wrapped, *, create: bool = False) -> dict[str, Tensor]:
     recipe = model.plan.precision.recipe
     if not isinstance(recipe, TE):
         return {}
-    scales = scaling_state(model.module, recipe, create=create)
+    scales = _extensions.scaling_state(model.module, recipe, create=create)
     return {SCALES.key(name): tensor for name, tensor in scales.items()}
 
 
@@ -102,7 +100,7 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
     same = saved.ranks == saved.loading_ranks
     for name, tensor in tensors.items():
         saved.fill(name, tensor)
-        if name in trained and (mean := weighted_mean(saved, name)) is not None:
+        if name in trained and (mean := _extensions.weighted_mean(saved, name)) is not None:
             copy_shard(mean, tensor.detach())
         elif same and (drifted := saved.own(name, saved.rank)) is not None:
             local_values(tensor).copy_(drifted)
@@ -124,14 +122,14 @@ def _module_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for name, value in stored_tensors(module).items():
+    for name, value in _extensions.stored_tensors(module).items():
         if (name := plain_name(name)) not in omit:
             (tensors if isinstance(value, Tensor) else extra)[WEIGHTS.key(name)] = value
     return tensors, extra
 
 
 def _quantized_facts(module: nn.Module) -> dict[str, Any]:
-    return {plain_name(name): facts for name, facts in quantized_facts(module).items()}
+    return {plain_name(name): facts for name, facts in _extensions.quantized_facts(module).items()}
 
 
 def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if model.plan.frozen == "digests":
         named = model.module.named_parameters(remove_duplicate=False)
         names = {plain_name(name) for name, parameter in named if not parameter.requires_grad}
-        names |= {*map(plain_name, quantized_tensors(model.module))}
+        names |= {*map(plain_name, _extensions.quantized_tensors(model.module))}
         base = [name for name in tensors if WEIGHTS.name(name) in names]
         values["base"] = {
             name: tensor_bytes.digest(full_values(tensors.pop(name))) for name in base

@@ -26,10 +26,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fxtrain import ops
+from fxtrain import _extensions, ops
 from fxtrain._display import counted
 from fxtrain.ops.collectives import pieces
-from fxtrain.precision.quantizing import plain_parameters, quantized_tensors
 from fxtrain.state import Compile, DistContext, Plan, Wrapped
 from fxtrain.state.wrapped import METHOD, is_own_method
 
@@ -185,8 +184,8 @@ def prepare_module(
 
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:
     """The parameters and buffers of a model; of quantized weights, the tensors they consist of."""
-    tensors = quantized_tensors(module).values()
-    return (*plain_parameters(module), *module.buffers(), *tensors)
+    tensors = _extensions.quantized_tensors(module).values()
+    return (*_extensions.plain_parameters(module), *module.buffers(), *tensors)
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:

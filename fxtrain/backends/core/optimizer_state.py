@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fxtrain import _extensions
 from fxtrain._record import few
 from fxtrain._tree import map_leaves
 from fxtrain.backends.core.initial_values import copy_shard
 from fxtrain.backends.core.optimizers import local_optimizer, optimizer_class, place_of_states
-from fxtrain.backends.core.packed_states import is_packed, pack_value, unpack_value
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.optimizer_settings import flattened, with_option
 from fxtrain.ops.whole_tensors import local_values, plain_name
@@ -90,7 +90,11 @@ def _placed(value: Any, parameter: Tensor) -> Any:
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of one parameter's state, and everything else."""
-    packed = {key: pack_value(value) for key, value in state.items() if is_packed(value)}
+    packed = {
+        key: _extensions.pack_value(value)
+        for key, value in state.items()
+        if _extensions.is_packed(value)
+    }
     tensors = {
         key: value
         for key, value in state.items()
@@ -229,7 +233,7 @@ def _read_value(
     packed = state.get("packed", {})
     if key not in packed:
         return read(key)
-    return unpack_value(packed[key], lambda name: read(f"{key}.{name}"), parameter)
+    return _extensions.unpack_value(packed[key], lambda name: read(f"{key}.{name}"), parameter)
 
 
 def _differences(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[str]:

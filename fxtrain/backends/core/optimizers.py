@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fxtrain.backends.core.muon import divide_muon, matrices_named
-from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
+from fxtrain import _extensions
 from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import plain_name
@@ -90,7 +89,7 @@ def make_optimizers(
     params = Params(
         (plain_name(name), p) for name, p in module.named_parameters() if p.requires_grad
     )
-    with matrices_named(params.named()):
+    with _extensions.matrices_named(params.named()):
         objects = factory(params)
     optimizers = _checked_list(objects, torch.optim.Optimizer, "optimizer", _FACTORY)
     _refuse_closures(optimizers)
@@ -100,7 +99,9 @@ def make_optimizers(
             every.append(_on_host(each, module, strategy, change))
         else:
             _prepare_small_states(each)
-            every.append(divide_muon(each, ctx, replicas) if change is None else change(each))
+            every.append(
+                _extensions.divide_muon(each, ctx, replicas) if change is None else change(each)
+            )
     for each in every:
         _disable_foreach(each)
     if all(new is old for new, old in zip(every, optimizers, strict=True)):
@@ -152,9 +153,9 @@ def _prepare_small_states(optimizer: torch.optim.Optimizer) -> None:
     problem = None
     if library == "bitsandbytes" and sharded:
         problem = "is sharded, and these states cannot be resharded"
-    elif sharded and has_packed_states(optimizer):
-        step_without_cache(optimizer)
-        problem = next(filter(None, map(shard_problem, sharded)), None)
+    elif sharded and _extensions.has_packed_states(optimizer):
+        _extensions.step_without_cache(optimizer)
+        problem = next(filter(None, map(_extensions.shard_problem, sharded)), None)
     if problem is not None:
         raise PlanError(
             f"wrap(optimizer=...): {library}'s {type(optimizer).__name__} keeps states in blocks, "

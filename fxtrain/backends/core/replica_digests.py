@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fxtrain.backends.core.optimizer_state import optimizer_state, parameter_names
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.errors import StepError
-from fxtrain.models import tensor_bytes
+from fxtrain.ops import tensor_bytes
 from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import rank_loss_guard, settle

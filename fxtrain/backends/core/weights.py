@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from fxtrain import ops
+from fxtrain import _extensions, ops
 from fxtrain._display import counted
 from fxtrain.ops.logs import log
 from fxtrain.ops.whole_tensors import weights_of
-from fxtrain.precision.quantizing import plain_parameters
 from fxtrain.state import DistContext, Weight, Wrapped
 
 HALF = (torch.bfloat16, torch.float16)
@@ -111,7 +110,7 @@ def _trained_in_half(module: nn.Module) -> dict[int, nn.Parameter]:
     """By id, so that tied parameters count once."""
     return {
         id(parameter): parameter
-        for parameter in plain_parameters(module)
+        for parameter in _extensions.plain_parameters(module)
         if parameter.requires_grad and _is_half(parameter) and not is_lazy(parameter)
     }
 

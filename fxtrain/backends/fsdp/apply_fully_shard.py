@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from fxtrain.backends.context.split_sequences import expose_positions
+from fxtrain import _extensions
 from fxtrain.backends.core.device_mesh import (
     DistributedParameters,
     device_mesh,
@@ -40,12 +40,10 @@ from fxtrain.backends.core.initial_values import fill_sharded, record_initial_va
 from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.step_functions import average_grads, local_grads
 from fxtrain.backends.tensor import count_routes, is_mixture, split_layers
-from fxtrain.models.block_names import block_names
+from fxtrain.ops.block_names import block_names
 from fxtrain.ops.placeholders import Placeholders, fsdp_groups
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.ops.whole_tensors import full_values
-from fxtrain.precision.quantizing import companions
-from fxtrain.precision.recipe_layers import gather_in_float8
 from fxtrain.state import FSDP, DistContext, Float8, Plan
 
 
@@ -170,10 +168,10 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     start = record_initial_values(module, ctx)
     mesh = device_mesh(ctx, size)
     if (float8 := gathered_in_float8(plan)) is not None:
-        gather_in_float8(module, float8)
+        _extensions.gather_in_float8(module, float8)
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
-    expose_positions(module, ctx, plan)
+    _extensions.expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx, hooked=True)
     averages: list[Any] = []
     if ctx.axis("loss").world_size > 1:
@@ -182,7 +180,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         replica = ctx.axis("loss" if plan.local is None else "shard")
         averages = _average_ignored(module, replica)
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
-    send_values(companions(module), ctx)
+    send_values(_extensions.companions(module), ctx)
 
     def undo() -> None:
         for handle in averages:

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fxtrain import _tree
-from fxtrain.backends.context.split_sequences import sequence_problems
+from fxtrain import _extensions, _tree
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import apply_with_buffers
-from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.module_changes import (
     unknown_classes,
     unknown_patterns,
@@ -33,7 +31,6 @@ from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import split_problems
 from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision.quantizing import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, Mesh, Plan, Strategy, Wrapped
 
 # Whether the caller is inside `loss_on_parts`.
@@ -43,7 +40,7 @@ _ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     config: FSDP = plan.strategy
     problems = [*xla_problems(ctx, "FSDP"), *unused_axes(ctx, "FSDP", ("pipeline",))]
-    problems += sequence_problems(ctx, plan, module)
+    problems += _extensions.sequence_problems(ctx, plan, module)
     problems += sharding_problems(ctx, config, module)
     if config.expert is not None and plan.local is not None:
         problems.append(
@@ -172,12 +169,12 @@ def _wrap(
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     size = shard_size(ctx, plan.strategy)
     with ExitStack() as undo:
-        undo.callback(hold_as_parameters(module, ctx.device))
+        undo.callback(_extensions.hold_as_parameters(module, ctx.device))
         undo.callback(shard_module(module, ctx, plan, size))
         undo = undo.pop_all()
     with undone_together(undo.close, ctx):
         model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close)
-    return independent_replicas(model, size)
+    return _extensions.independent_replicas(model, size)
 
 
 @contextmanager
@@ -300,5 +297,5 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     sync=_sync,
     apply=apply_with_buffers,
     cuts_sequences=True,
-    average=average,
+    average=_extensions.average_replicas,
 )

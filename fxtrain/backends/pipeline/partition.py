@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxtrain.backends.core.module_changes import unknown_patterns
-from fxtrain.models.block_names import block_names
+from fxtrain.ops.block_names import block_names
 from fxtrain.state import PP, Plan
 
 

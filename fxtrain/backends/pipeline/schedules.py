@@ -97,6 +97,8 @@ class Pipeline:
 
     def run(self, ready: PreparedSchedule, job: StageTask) -> None:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
+        # torch splits its inputs into micro-batches along dimension 0. It gets the numbers of the
+        # micro-batches, since their arguments are any trees, which the job finds by number.
         index = torch.arange(ready.parts, device="cpu")
         kwargs = {"target": index} if ready.trains else {}
         failure: BaseException | None = None
@@ -107,6 +109,7 @@ class Pipeline:
         except RuntimeError as error:  # torch wraps those of a forward
             if "failed to run forward" not in str(error):
                 raise
+            # The model's own error, which callers may catch by its class.
             failure = error.__cause__
         finally:
             for stage in self.stages.values():

@@ -188,6 +188,7 @@ class _StageForward:
         return self.swapped.get(id(leaf), (None, leaf))[1]
 
 
+# Not an Exception: `except Exception` in the model's forward must not stop it.
 class _StageEnd(BaseException):
     """Raised where the next stage begins, which ends the forward of this stage."""
 
@@ -334,6 +335,7 @@ class Stage(nn.Module):
             return None
         visit.entered = True
         leaves, shape = _tree.flatten((args, kwargs))
+        # Whatever has no values here is what the previous stage has to send.
         places = [index for index, leaf in enumerate(leaves) if self._fakes.made(leaf)]
         if visit.probing:
             fakes = [leaves[index] for index in places]
@@ -344,6 +346,7 @@ class Stage(nn.Module):
             mode = ReceivedFakes()
             visit.received = tuple(mode.like(fake, fake.device) for fake in fakes)
         for index, tensor in zip(places, visit.received, strict=True):
+            # The forward may still hold the fake in a variable, and pass it to a later module.
             visit.swapped[id(leaves[index])] = (leaves[index], tensor)
             leaves[index] = tensor
         return _tree.unflatten(shape, leaves)
@@ -514,4 +517,5 @@ def as_sent(tensor: Tensor, meta: TensorMeta) -> Tensor:
             f"the model is called."
         )
     tensor = tensor.contiguous()
+    # `detach_` refuses a view, and would detach the model's own leaf.
     return tensor.clone() if tensor._is_view() or tensor.is_leaf else tensor

@@ -150,6 +150,7 @@ def _wrap(
     return attrs.evolve(model, engine=engine)
 
 
+# Not an Exception: `except Exception` in the loss function must not stop it.
 class _ModelCalled(BaseException):
     """Raised where the loss function calls the model, which ends its first run."""
 
@@ -190,6 +191,7 @@ def run(
         share = _computed_loss(model, compute_loss, micro_batches[index], seeds[index], out)
         shares.append(attrs.evolve(share, loss=share.mean))
         loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
+        # torch's schedules detach it in place, which a view refuses.
         return loss.clone() if loss._is_view() else loss
 
     def fake() -> WeightedLoss:

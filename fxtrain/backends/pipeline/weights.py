@@ -157,6 +157,7 @@ def pipeline_state(model: Wrapped) -> ModelState:
 
 def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
     """The sums over stages of the gradients of parameters that they share."""
+    # Stages add them up when their window closes; a checkpoint inside of it is of one process.
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     sums: dict[str, Tensor] = {}
     for group, names in model.engine.shared_groups:

@@ -15,10 +15,9 @@ from torch import distributed as dist
 
 from fxtrain.ops.transport.exchange import (
     CallState,
-    headers_differ,
     is_deferred,
-    read_headers,
     settle,
+    summary_of,
 )
 from fxtrain.state import DistContext
 
@@ -89,21 +88,22 @@ def _watch(ctx: DistContext, state: CallState) -> None:
     closed = threading.Event()
 
     def look() -> None:
+        aborted = None
         while not closed.wait(_LOOK_S):
             exchange, group = state.in_flight, state.device_group
             if exchange is None or group is None or not is_deferred(exchange):
                 continue
-            if not exchange.work.is_completed():
+            if exchange is aborted or not exchange.work.is_completed():
                 continue
             try:
-                exchange.work.wait()
-                differ = headers_differ(read_headers(ctx, state))
+                exchange.work.wait(timedelta(seconds=_LOOK_S))
+                differ = summary_of(ctx, state, exchange).differ
             except RuntimeError:  # a rank was lost: the next call says so
                 differ = True
             # Packets are overwritten by the next exchange only.
             if differ and state.in_flight is exchange:
                 group.abort()
-                return
+                aborted = exchange
 
     thread = threading.Thread(target=look, name="fxtrain-deferred", daemon=True)
     thread.start()

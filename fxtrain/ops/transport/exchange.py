@@ -1,11 +1,14 @@
 """The exchange of packets with which every collective starts.
 
-Every collective of fxtrain starts with one all-gather of fixed-size packets: a header with a
-digest of the call, then the payload if it fits. Since the size never depends on the call,
-ranks that make different calls can still read each other's packets: each rank sees all
-headers, so all of them raise, and the communicator stays usable. (gloo aborts the process
-when sizes differ, so the check must come first.) A payload that does not fit follows in a second
-all-gather, once the headers agree.
+Every collective of fxtrain starts with packets of a fixed size. Since that never depends on the
+call, ranks that make different calls can still read each other's packets: all of them raise, and
+the communicator stays usable. (gloo aborts the process when sizes differ, so the check must come
+first.)
+
+Few ranks send a header with a digest of the call, then the payload if it fits, in one all-gather.
+A payload that does not fit follows in a second one, once the headers agree. Many ranks combine
+their headers in rounds of messages, as many as the logarithm of their number, and payloads follow
+in other rounds, if any rank has one.
 """
 
 import collections
@@ -14,7 +17,6 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +24,20 @@ import attrs
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain._display import counted
 from fxtrain.errors import CollectiveError
+from fxtrain.ops.transport.messages import (
+    SHOWN,
+    WAITED,
+    CallSummary,
+    Comparison,
+    InThread,
+    Messages,
+    plain_bytes,
+    remaining,
+    unrecorded,
+)
 from fxtrain.ops.transport.mismatches import (
     CallSite,
     call_site,
@@ -35,6 +47,7 @@ from fxtrain.ops.transport.mismatches import (
     mismatch_text,
 )
 from fxtrain.ops.transport.pace import Pace
+from fxtrain.ops.transport.rounds import collect_rounds, gather_rounds, spread_rounds
 from fxtrain.state import DistContext
 
 # Digest, payload length, pace of the rank, updates since the last call if the comparison of this
@@ -42,8 +55,8 @@ from fxtrain.state import DistContext
 _HEADER = struct.Struct("<16sQIi64s")
 HEADER = _HEADER.size
 _UNIT = 32  # a packet's length is a multiple of it
-_SHOWN = 64  # bytes of text in a header
-_WAITED = -1
+_FEW = 8  # ranks that exchange packets in one all-gather, of which gloo's ring has few hops
+_SIZE_BYTES = 8  # of the length before a payload, where payloads are sent in rounds
 _MAX_MICROS = 2**32 - 1
 _MAX_PACKET_BYTES = 8192
 _RECENT = 8
@@ -65,19 +78,28 @@ class Exchange:
         call: What the ranks compare.
         digest: Of the call.
         payload: This rank's, uint8, 1-D, on the CPU.
-        work: The all-gather of packets, or that of payloads which follows it.
+        work: What sends packets, or the payloads that follow them.
         site: Where the call is made; None to find it when it is needed.
+        src: The only rank that has a payload, which all get; None if each may have one.
+        root: The only rank that gets the payloads; None if all do.
+        comparison: That of many ranks.
+        summary: What the ranks have learned of their calls; None before.
         rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
+            Those of many ranks begin with their length, and are ordered as `gather_rounds` says.
         updates: Of models in this context since the last call, if the comparison is deferred.
     """
 
     call: Call
     digest: bytes
     payload: Tensor
-    work: dist.Work
+    work: dist.Work | Comparison | InThread | Messages
     site: CallSite | None = None
+    src: int | None = None
+    root: int | None = None
+    comparison: Comparison | None = None
+    summary: CallSummary | None = None
     rows: Tensor | None = None
-    updates: int = _WAITED
+    updates: int = WAITED
 
 
 @attrs.define(eq=False)
@@ -107,6 +129,7 @@ class CallState:
     Attributes:
         thread: Identifier of the thread that makes the calls; None until the first call of a
             communicator that was made for another thread.
+        few: Up to how many ranks exchange packets in one all-gather; equal on all of them.
         count: Collectives started on this communicator.
         completed: The number of the last one that completed.
         recent: Of the last ones that were started: the number, the call, and when, in the ns of
@@ -125,6 +148,7 @@ class CallState:
     """
 
     thread: int | None = attrs.field(factory=threading.get_ident)
+    few: int = _FEW
     count: int = 0
     completed: int = 0
     recent: collections.deque[tuple[int, Call, int]] = attrs.field(
@@ -156,8 +180,8 @@ def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Ten
         One uint8 tensor per rank, by rank.
 
     Effects:
-        One exchange of packets, and an all-gather of the longest payload if one does not fit in
-        a packet. Nothing at one rank.
+        One exchange of packets, and another of payloads: for few ranks only if one does not fit in
+        a packet, for many if a rank has one. Nothing at one rank.
 
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
@@ -165,37 +189,108 @@ def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Ten
     if ctx.world_size == 1:
         return [payload.clone()]
     rows, sizes = exchange_rows(ctx, call, payload, keep=True)
+    if not rows.shape[1]:
+        return [EMPTY] * ctx.world_size  # without a view of each row, which takes a microsecond
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def exchange_texts(ctx: DistContext, call: Call, text: str) -> list[str]:
-    """As `exchange_payloads`, of texts."""
-    payload = torch.frombuffer(bytearray(text.encode(errors="replace") + b"\n"), dtype=torch.uint8)
+    """As `exchange_payloads`, of texts; many ranks send no payloads if all are empty."""
+    payload = EMPTY
+    if text:
+        payload = torch.frombuffer(bytearray(text.encode(errors="replace")), dtype=torch.uint8)
     rows = exchange_payloads(ctx, call, payload)
-    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
+    if are_empty(rows):
+        return [""] * len(rows)
+    return [bytes(row.tolist()).decode(errors="replace") for row in rows]
+
+
+def are_empty(rows: list[Tensor]) -> bool:
+    """Whether no rank has sent a payload."""
+    return not any(map(Tensor.numel, rows))
 
 
 def exchange_rows(
-    ctx: DistContext, call: Call, payload: Tensor, *, keep: bool = False
+    ctx: DistContext,
+    call: Call,
+    payload: Tensor,
+    *,
+    keep: bool = False,
+    src: int | None = None,
+    root: int | None = None,
 ) -> tuple[Tensor, list[int]]:
     """As `exchange_payloads`, with the payloads as one tensor.
 
     Args:
         keep: Copy payloads out of the memory of packets, which the next exchange overwrites.
+        src: The only rank that has a payload; part of the call.
+        root: The only rank that gets the payloads; others may get some. Part of the call.
 
     Returns:
         uint8, (ranks, bytes), and by rank the number of payload bytes in its row.
     """
-    state = settle(ctx)
+    state, ranks = settle(ctx), ctx.world_size
     with rank_loss_guard(ctx, call):
-        exchange = _start(ctx, state, call, _digest_of(call), payload)
-        sizes = _complete(ctx, state, exchange)
+        exchange = _start(ctx, state, call, _digest_of(call), payload, src=src, root=root)
+        summary = _complete(ctx, state, exchange)
     if ctx.comm.simulated:  # the same traffic; every rank sends what this rank does
-        return payload.repeat(ctx.world_size, 1), sizes
+        return payload.repeat(ranks, 1), [payload.numel()] * ranks
+    if exchange.comparison is not None:
+        return _in_order(ctx, exchange, summary.largest)
     if exchange.rows is not None:
-        return exchange.rows, sizes
-    rows = state.packets[:, HEADER : HEADER + max(sizes)]
-    return rows.clone() if keep else rows, sizes
+        return exchange.rows, [*summary.sizes]
+    rows = state.packets[:, HEADER : HEADER + summary.largest]
+    return rows.clone() if keep else rows, [*summary.sizes]
+
+
+def send_payload(ctx: DistContext, call: Call, payload: Tensor, src: int) -> Tensor:
+    """As `exchange_payloads`, of the payload of one rank; `src` must be part of the call."""
+    if ctx.world_size == 1:
+        return payload.clone()
+    rows, sizes = exchange_rows(ctx, call, payload, keep=True, src=src)
+    return rows[src, : sizes[src]]
+
+
+def collect_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
+    """As `exchange_payloads`, where only rank 0 gets the payloads, and the others an empty list."""
+    if ctx.world_size == 1:
+        return [payload.clone()]
+    rows, sizes = exchange_rows(ctx, call, payload, keep=True, root=0)
+    both = zip(rows, sizes, strict=True)
+    return [row[:size] for row, size in both] if ctx.rank == 0 or ctx.comm.simulated else []
+
+
+def same_on_all(ctx: DistContext, call: Call, digest: bytes) -> bool:
+    """Whether a digest is equal on all ranks, as every rank learns; one exchange of packets.
+
+    Raises:
+        CollectiveError: the calls differ or a rank never joined; on every rank.
+    """
+    state = settle(ctx)
+    if ctx.world_size <= state.few:
+        local = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        digests = exchange_payloads(ctx, call, local)
+        return all(torch.equal(other, digests[0]) for other in digests)
+    with rank_loss_guard(ctx, call):
+        value = hashlib.blake2b(digest, digest_size=16).digest()
+        exchange = _start(ctx, state, call, _digest_of(call), EMPTY, value=value)
+        return _complete(ctx, state, exchange).same
+
+
+def _in_order(ctx: DistContext, exchange: Exchange, largest: int) -> tuple[Tensor, list[int]]:
+    """The payloads of many ranks, by rank."""
+    rows, ranks = exchange.rows, ctx.world_size
+    if rows is None:
+        return exchange.payload.new_empty((ranks, 0)), [0] * ranks
+    if exchange.src is not None:
+        return rows.expand(ranks, largest), [
+            largest if r == exchange.src else 0 for r in range(ranks)
+        ]
+    if len(rows) < ranks:  # of another rank than the root
+        return exchange.payload.new_empty((ranks, 0)), [0] * ranks
+    rows = torch.cat([rows[ranks - ctx.rank :], rows[: ranks - ctx.rank]])
+    sizes = rows[:, :_SIZE_BYTES].contiguous().view(torch.int64).view(-1).tolist()
+    return rows[:, _SIZE_BYTES:], sizes
 
 
 def compare_calls(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -306,6 +401,9 @@ def _start(
     payload: Tensor,
     *,
     site: CallSite | None = None,
+    src: int | None = None,
+    root: int | None = None,
+    value: bytes = b"",
 ) -> Exchange:
     """Send this rank's packet. The comparison of a call with its `site` is deferred."""
     state.count += 1
@@ -313,117 +411,168 @@ def _start(
     updates = 0 if clock is None else clock.count
     passed, state.updates = updates - state.updates, updates
     if site is None:
-        passed, shown = _WAITED, f"{call[0]}({call[1][:_SHOWN]})"
+        passed, shown = WAITED, f"{call[0]}({call[1][:SHOWN]})"
     else:
         where = f" at {os.path.basename(site[1])} after {counted(passed, 'update')}"
-        shown = f"{call[0]}({call[1][: max(0, _SHOWN - 2 - len(call[0] + where))]}){where}"
+        shown = f"{call[0]}({call[1][: max(0, SHOWN - 2 - len(call[0] + where))]}){where}"
     state.recent.append((state.count, call, time.time_ns()))
+    text = shown[:SHOWN].encode(errors="replace")[:SHOWN]
+    if ctx.world_size <= state.few:
+        work, comparison = _send_packet(ctx, state, digest, payload, passed, text), None
+    else:
+        work, comparison = _send_head(ctx, digest, value, payload.numel(), passed, text)
+    exchange = state.in_flight = Exchange(
+        call, digest, payload, work, site, src, root, comparison, updates=passed
+    )
+    return exchange
+
+
+def _send_packet(
+    ctx: DistContext, state: CallState, digest: bytes, payload: Tensor, passed: int, text: bytes
+) -> dist.Work:
+    """Send header and payload, among few ranks."""
     size, room, pace = payload.numel(), capacity(ctx.world_size), ctx.comm.state.slots.get(Pace)
     length = HEADER + room
     if not state.received:
         state.received = bytearray(ctx.world_size * length)
-        # Its values are read, also in a dry run, and overwritten, also after inference.
-        with _disable_current_modes(), torch.inference_mode(mode=False):
-            flat = torch.frombuffer(state.received, dtype=torch.uint8)
-            state.packets = flat.view(ctx.world_size, length)
+        state.packets = plain_bytes(state.received, ctx.world_size)
     begin, micros = ctx.rank * length, 0 if pace is None else min(pace.micros, _MAX_MICROS)
-    text = shown[:_SHOWN].encode(errors="replace")
     _HEADER.pack_into(state.received, begin, digest, size, micros, passed, text)
     packet = state.packets[ctx.rank]
     if 0 < size <= room:
         packet[HEADER : HEADER + size] = payload
     if ctx.comm.simulated:
         state.received[:] = state.received[begin : begin + length] * ctx.world_size
-    work = _all_gather(ctx, state.packets, packet)
-    exchange = state.in_flight = Exchange(call, digest, payload, work, site, updates=passed)
-    return exchange
+    return _all_gather(ctx, state.packets, packet)
 
 
-def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[int]:
-    """Wait for every rank's packet, and for the payloads if one does not fit in a packet.
+def _send_head(
+    ctx: DistContext, digest: bytes, value: bytes, size: int, passed: int, text: bytes
+) -> tuple[Comparison | InThread, Comparison]:
+    """Compare the call among many ranks: in a thread, if the comparison is deferred."""
+    pace = ctx.comm.state.slots.get(Pace)
+    is_new = pace is not None and pace.fresh and ctx.comm.name == "world"
+    comparison = Comparison(
+        ctx.comm.control,
+        ctx.rank,
+        ctx.world_size,
+        digest=digest,
+        value=value,
+        size=size,
+        micros=min(pace.micros, _MAX_MICROS) if pace is not None and is_new else 0,
+        passed=passed,
+        text=text,
+        simulated=ctx.comm.simulated,
+    )
+    if passed == WAITED:
+        return comparison, comparison
+    return InThread(comparison.wait, timedelta(seconds=ctx.comm.timeout_s)), comparison
+
+
+def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSummary:
+    """Wait for every rank's packet, and for the payloads that follow.
 
     An interrupt between two statements leaves the exchange in flight; the next call takes it up.
 
     Returns:
-        By rank, the bytes of its payload.
+        What the ranks have learned of their calls.
     """
     until = time.monotonic() + ctx.comm.timeout_s
-    room = capacity(ctx.world_size)
+    room = capacity(ctx.world_size) if exchange.comparison is None else 0
     # Messages are not recorded, so this is what a trace shows of an exchange.
     with _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"):
-        exchange.work.wait(_remaining(until))
-        headers = read_headers(ctx, state)
-        sizes = [size for _, size, *_ in headers]
-        differ = ctx.comm.checks and headers_differ(headers)
-        if not differ and max(sizes) > room:
+        if exchange.summary is None:
+            exchange.work.wait(remaining(until))
+            exchange.summary = summary_of(ctx, state, exchange)
+        summary = exchange.summary
+        differ = ctx.comm.checks and summary.differ
+        if not differ and summary.largest > room:
             if exchange.rows is None:
-                payload = exchange.payload
-                rows = payload.new_empty((len(sizes), max(sizes)))
-                if gap := max(sizes) - payload.numel():
-                    payload = torch.cat([payload, payload.new_empty(gap)])
-                exchange.work, exchange.rows = _all_gather(ctx, rows, payload), rows
-            exchange.work.wait(_remaining(until))
+                exchange.work, exchange.rows = _send_payload(ctx, exchange, summary.largest)
+            exchange.work.wait(remaining(until))
     state.in_flight = None
     state.completed = state.count
     pace = ctx.comm.state.slots.get(Pace)
-    if pace is not None and pace.fresh and ctx.is_main and ctx.comm.name == "world":
-        pace.compare(ctx, [micros for _, _, micros, *_ in headers])
-    if differ and any(passed != _WAITED for *_, passed, _ in headers):
+    if pace is not None and pace.fresh and summary.micros and ctx.comm.name == "world":
+        if ctx.is_main:
+            pace.compare(ctx, summary.micros)
+        elif exchange.comparison is not None:
+            pace.fresh = False
+    if differ and summary.deferred:
         # Such a rank may wait for its device, so that it cannot take part in another exchange.
         state.verified.clear()
         if state.device_group is not None:
             state.device_group.abort()
             state.device_group = None  # the next call opens another one
-        shown = [text.rstrip(b"\0").decode(errors="ignore") for *_, text in headers]
-        raise deferred_mismatch_error(ctx, shown)
+        raise deferred_mismatch_error(ctx, [*summary.shown])
     if differ:
         text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
-        cut = text.encode()[: room - 1].decode(errors="ignore")
+        cut = text.encode()[: capacity(ctx.world_size) - 1].decode(errors="ignore")
         texts = exchange_texts(ctx, _DESCRIBE, cut)
         state.differed = state.count
         raise mismatch_error(ctx, texts)
-    return sizes
+    return summary
+
+
+def _send_payload(
+    ctx: DistContext, exchange: Exchange, largest: int
+) -> tuple[dist.Work | Messages, Tensor]:
+    """Send payloads that did not fit in packets; the rows in which they arrive."""
+    payload, ranks = exchange.payload, ctx.world_size
+    if exchange.comparison is None:
+        rows = payload.new_empty((ranks, largest))
+        if gap := largest - payload.numel():
+            payload = torch.cat([payload, payload.new_empty(gap)])
+        return _all_gather(ctx, rows, payload), rows
+    if exchange.src is not None:
+        rounds = spread_rounds(ctx.rank, ranks, exchange.src)
+        rows = payload.new_empty((1, largest))
+        rows[0, : payload.numel()] = payload
+    else:
+        rounds = gather_rounds(ctx.rank, ranks)
+        if exchange.root is not None:
+            rounds = collect_rounds(ctx.rank, ranks, exchange.root)
+        count = max(1, *(each.received[1] for each in rounds))
+        rows = payload.new_empty((count, _SIZE_BYTES + largest))
+        size = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
+        rows[0, : _SIZE_BYTES + payload.numel()] = torch.cat([size.view(torch.uint8), payload])
+    return Messages(group=ctx.comm.control, rounds=rounds, rows=rows), rows
 
 
 def is_deferred(exchange: Exchange) -> bool:
     """Whether the host continues before the ranks compare this call."""
-    return exchange.updates != _WAITED
+    return exchange.updates != WAITED
 
 
-def read_headers(ctx: DistContext, state: CallState) -> list[tuple[Any, ...]]:
-    """The header of each rank's packet of an exchange that has arrived."""
+def summary_of(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSummary:
+    """What the ranks have learned of their calls, once the packets of an exchange have arrived."""
+    if exchange.comparison is not None:
+        assert exchange.comparison.summary is not None
+        return exchange.comparison.summary
     length = HEADER + capacity(ctx.world_size)
     received = state.received
-    return [_HEADER.unpack_from(received, at) for at in range(0, len(received), length)]
-
-
-def headers_differ(headers: list[tuple[Any, ...]]) -> bool:
-    """Whether ranks made different calls, or the same one after other numbers of updates."""
-    digests, updates = {h[0] for h in headers}, {h[3] for h in headers} - {_WAITED}
-    return len(digests) > 1 or len(updates) > 1
-
-
-def _remaining(until: float) -> timedelta:
-    return timedelta(seconds=max(until - time.monotonic(), 0.001))
+    headers = [_HEADER.unpack_from(received, at) for at in range(0, len(received), length)]
+    digests, sizes, micros, updates, texts = zip(*headers, strict=True)
+    passed = {*updates} - {WAITED}
+    differ = len({*digests}) > 1 or len(passed) > 1
+    shown: list[str] = []
+    if differ:
+        shown = [text.rstrip(b"\0").decode(errors="ignore") for text in texts]
+    return CallSummary(
+        differ=differ,
+        deferred=bool(passed),
+        largest=max(sizes),
+        sizes=sizes,
+        micros=micros,
+        shown=shown,
+    )
 
 
 def _all_gather(ctx: DistContext, rows: Tensor, local: Tensor) -> dist.Work:
-    """Start an all-gather of bytes that torch's profiler does not record.
-
-    It may be in flight when a profiler stops. An event of gloo that ends after that is written
-    into freed memory (torch 2.13): docs/profiling.md.
-    """
+    """Start an all-gather of bytes."""
     assert ctx.comm.control is not None  # a context of several ranks has one
     # Methods of the group cost a quarter less than the functions of torch.distributed.
-    gather: Callable[..., dist.Work] = ctx.comm.control._allgather_base
-    if not _TORCH._autograd._profiler_enabled():
-        return gather(rows.view(-1), local)
-    record = _TORCH._autograd._enable_record_function
-    record(False)  # noqa: FBT003 - torch takes no keyword
-    try:
-        return gather(rows.view(-1), local)
-    finally:
-        record(True)  # noqa: FBT003
+    return unrecorded(ctx.comm.control._allgather_base, rows.view(-1), local)
 
 
 def _digest_of(call: Call) -> bytes:

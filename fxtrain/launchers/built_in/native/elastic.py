@@ -20,6 +20,7 @@ from typing import Any
 
 import attrs
 
+from fxtrain import _extensions
 from fxtrain._addresses import is_local, listen
 from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.errors import LaunchError
@@ -203,7 +204,7 @@ def run_elastic(
                     ask = ending.code != 0
                 finally:  # of ranks, which may still finish something after a success
                     end_strays(os.environ[MARK], patience_s=spec.shutdown_s, ask=ask)
-            if ending.code and (text := _standing().unreported(stacks)):
+            if ending.code and (text := _extensions.stacks.unreported(stacks)):
                 sys.stderr.write(f"fxtrain launch: {text}\n")
     return ending
 
@@ -281,7 +282,7 @@ def _end(process: _Process) -> None:
 
 def _standing() -> Any:
     """Imports torch, so not before `run_elastic` has made its C++ code quiet."""
-    return importlib.import_module("fxtrain.ops.stacks")
+    return importlib.import_module("fxtrain.ops.standing")
 
 
 def _forward(number: int) -> None:
@@ -293,8 +294,8 @@ def _forward(number: int) -> None:
 
 def _print_stacks() -> None:
     try:
-        standing = _standing()
-        text = standing.described(standing.ask(Path(os.environ[standing.STACKS])))
+        stacks = _extensions.stacks
+        text = stacks.describe_stacks(stacks.ask(Path(os.environ[_standing().STACKS])))
     except LaunchError as error:  # no rank has called fx.detect yet
         text = str(error)
     sys.stderr.write(f"fxtrain launch: {text}\n")

@@ -103,6 +103,7 @@ class ElasticRendezvous:
     def __init__(self, store: Any, config: Any) -> None:
         fewest, most = config.min_nodes, config.max_nodes
         wanted = f"{fewest} to {most}" if fewest < most else str(most)
+        # The first launcher writes its numbers; the others read them.
         theirs = store.compare_set(f"fxtrain.nodes.{config.run_id}", "", wanted).decode()
         if theirs != wanted:
             raise RendezvousStateError(
@@ -135,6 +136,7 @@ class ElasticRendezvous:
     def next_rendezvous(self) -> RendezvousInfo:
         """See `RendezvousHandler`."""
         self._backend.settle()
+        # In a thread of its own: torch's handler blocks until the nodes have joined.
         timer = threading.Timer(_SILENT_S, self._note_missing)
         timer.daemon = True
         timer.start()
@@ -184,6 +186,7 @@ class ElasticRendezvous:
             waiting = self._handler.num_nodes_waiting()
             return 0 if self._backend.seen.closed else waiting
         except RendezvousConnectionError as error:
+            # An error here would end ranks that can finish without the rendezvous.
             if not self._lost:
                 print_note(
                     f"The rendezvous at {self._place} does not answer: {error} The ranks of this "
@@ -386,6 +389,7 @@ class StateBackend(dynamic.RendezvousBackend):
 
         # Behind a question that is still open, another one would wait too.
         if self._question is None or not self._question.is_alive():
+            # In a thread: a request to a store whose machine is gone may never return.
             self._question = threading.Thread(target=ask, name="fxtrain store", daemon=True)
             self._question.start()
             self._question.join(_ANSWER_S)

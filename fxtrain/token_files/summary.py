@@ -4,12 +4,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from fxtrain.data.token_folders import open_tokens, source_states
-from fxtrain.data.token_maps import load_numpy, read_description
-from fxtrain.data.token_rows import planned
-from fxtrain.data.tokenizing import Encoder
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import (
+from fxtrain.token_files.folders import open_tokens, source_states
+from fxtrain.token_files.maps import load_numpy, read_description
+from fxtrain.token_files.records import (
     BestFit,
     ColumnTokens,
     DatatroveTokens,
@@ -19,6 +17,8 @@ from fxtrain.state.token_files import (
     NumPyTokens,
     TokenSource,
 )
+from fxtrain.token_files.rows import planned
+from fxtrain.token_files.tokenizing import Encoder
 
 _BLOCK = 1 << 24  # tokens whose documents are counted at a time
 _SAMPLE = 64  # tokens

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import collate_nothing
-from fxtrain.data.megatron_order import Reader, megatron_rows
 from fxtrain.data.order import BlockSampler
 from fxtrain.data.order_texts import KnownRows
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
-from fxtrain.data.token_folders import open_tokens, source_states, source_text
-from fxtrain.data.token_maps import (
+from fxtrain.errors import DataError, PlanError
+from fxtrain.ops.plan_agreement import plan_for
+from fxtrain.state import DistContext, Plan
+from fxtrain.token_files.blends import BlendOrder
+from fxtrain.token_files.folders import open_tokens, source_states, source_text
+from fxtrain.token_files.maps import (
     NO_LABEL,
     FileState,
     load_numpy,
     read_by_source,
     separate_documents,
 )
-from fxtrain.errors import DataError, PlanError
-from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.state import DistContext, Plan
-from fxtrain.state.token_files import BestFit, Blend, MegatronOrder, NanoGPTTokens, TokenSource
+from fxtrain.token_files.megatron_order import Reader, megatron_rows
+from fxtrain.token_files.records import BestFit, Blend, MegatronOrder, NanoGPTTokens, TokenSource
 
 _PADDING = {"tokens": 0, "labels": NO_LABEL, "positions": 0, "documents": -1}
 _PLANS = 256  # windows whose plans a process keeps

@@ -25,8 +25,8 @@ from fxtrain.backends.core.module_changes import (
 )
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
 from fxtrain.backends.single import SINGLE, make_handle
-from fxtrain.models.block_names import block_names
-from fxtrain.ops import xla_runtime
+from fxtrain.backends.xla import xla_runtime
+from fxtrain.ops.block_names import block_names
 from fxtrain.state import (
     XLA,
     DistContext,

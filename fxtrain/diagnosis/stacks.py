@@ -21,15 +21,13 @@ from fxtrain.errors import LaunchError
 from fxtrain.ops.transport.exchange import HEADER, capacity
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 
-FOLDER = "stacks"  # in the folder of a run, or of a launch's output
-STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
 ASK = "ask"  # whoever changes the time of this file asks all ranks
+NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
+STARTED = "started"  # the reason for the first record, before any collective
 REPORT = "stacks.txt"
 DUMPS = "flight_recorder"  # a folder beside the report
-NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
 SILENT = "no answer"  # how it begins, if the stacks are older than the question
 SPIED = "py-spy"
-STARTED = "started"  # the reason for the first record, before any collective
 _FIELDS = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 _OURS = str(Path(__file__).resolve().parents[1])

@@ -25,8 +25,8 @@ from fxtrain.models.folder import (
 )
 from fxtrain.models.safetensors_files import writing
 from fxtrain.models.stored_layers import saved_layers
-from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.models.tensor_sources import TensorSource, WeightSource, read_hull
+from fxtrain.ops.tensor_bytes import DTYPES
 from fxtrain.state import FileTensor, TensorIndex
 
 

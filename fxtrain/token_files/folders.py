@@ -11,7 +11,8 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain._reading import open_file, read_text
-from fxtrain.data.token_maps import (
+from fxtrain.errors import DataError
+from fxtrain.token_files.maps import (
     FileState,
     MappedTokens,
     check_unchanged,
@@ -25,8 +26,7 @@ from fxtrain.data.token_maps import (
     open_megatron,
     open_nanogpt,
 )
-from fxtrain.errors import DataError
-from fxtrain.state.token_files import (
+from fxtrain.token_files.records import (
     ColumnTokens,
     DatatroveTokens,
     MDSTokens,

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fxtrain.data.token_folders import open_tokens, source_states
-from fxtrain.data.token_maps import FileState, load_numpy, read_by_source, separate_documents
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import Blend, MegatronOrder, MegatronTokens, TokenSource
+from fxtrain.token_files.folders import open_tokens, source_states
+from fxtrain.token_files.maps import FileState, load_numpy, read_by_source, separate_documents
+from fxtrain.token_files.records import Blend, MegatronOrder, MegatronTokens, TokenSource
 
 _OWN_SHUFFLE = 0.80  # a last epoch of less than this is shuffled by itself
 _SURPLUS = 0.005  # of the samples of a source in a blend, `mid_level_dataset_surplus`

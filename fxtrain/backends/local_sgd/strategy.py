@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from fxtrain import ops
 from fxtrain.backends.core.device_mesh import second_group
 from fxtrain.backends.core.optimizer_state import values_as_bytes, values_from_bytes
-from fxtrain.backends.core.rounds import (
+from fxtrain.backends.core.step_functions import broadcast_tensors
+from fxtrain.backends.core.weights import from_first_rank
+from fxtrain.backends.local_sgd.rounds import (
     BUFFERS,
     MIN_WEIGHT,
     PendingMean,
@@ -28,8 +30,6 @@ from fxtrain.backends.core.rounds import (
     pack_fragment,
     send,
 )
-from fxtrain.backends.core.step_functions import broadcast_tensors
-from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.ops.whole_tensors import local_values, plain_name
@@ -226,7 +226,7 @@ def _fill_both(
 
 
 @torch.no_grad()
-def average(model: Wrapped, position: Position | None) -> None:
+def average_replicas(model: Wrapped, position: Position | None) -> None:
     """End a round, if it ends here: every replica gets the mean, or the outer optimizer's result.
 
     Floating-point buffers are averaged as well; of others, the first replica's values are used.

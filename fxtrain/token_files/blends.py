@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from fxtrain.data.order import permutation_in_blocks
-from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, global_batch
+from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, StatefulOrder, global_batch
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import Blend, constant_from, weight_at
+from fxtrain.token_files.records import Blend, constant_from, weight_at
 
 _ROW = 1 << 40  # one row, in the integers in which shares are counted
 _BLOCK = 1 << 10  # rows of a source whose numbers are computed at a time
 _NEVER = 1 << 62
 
 
-class BlendOrder:
+class BlendOrder(StatefulOrder):
     """The rows of a blend, in the place of a sampler.
 
     Each source has a cursor: how many of its rows were read. A state has all cursors by name, so

@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 from fxtrain._optional import optional
 from fxtrain._reading import StrPath, write_file
-from fxtrain.data.token_folders import open_parquet
-from fxtrain.data.token_maps import CODES, HEAD, MAGIC, load_numpy, read_description
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
+from fxtrain.token_files.folders import open_parquet
+from fxtrain.token_files.maps import CODES, HEAD, MAGIC, load_numpy, read_description
+from fxtrain.token_files.records import MegatronTokens, NanoGPTTokens
 
 Format = Literal["megatron", "nanogpt"]
 TokenType = Literal["uint16", "int32", "uint32", "int64"]

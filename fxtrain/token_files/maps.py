@@ -14,7 +14,7 @@ import attrs
 from fxtrain._optional import optional
 from fxtrain._reading import check_regular, open_file, read_text
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
+from fxtrain.token_files.records import MegatronTokens, NanoGPTTokens
 
 MAGIC = b"MMIDIDX\0\0"
 # The codes of integer types in `.idx` files.

@@ -1,0 +1,3 @@
+"""Sharded parameters: torch's fully_shard (FSDP2)."""
+
+__all__: list[str] = []

@@ -1,0 +1,79 @@
+"""`fxtrain env --measure`: what it measures, and the file that it writes."""
+
+import json
+
+import attrs
+import pytest
+
+import fxtrain as fx
+from fxtrain.cli import Exit, main
+from fxtrain.diagnosis.measuring import measure_device
+from fxtrain.state import Device, read_device
+from fxtrain.testing.training import on_mesh
+from tests.launched._run import FXTRAIN, run_fork
+
+
+def _measured(ctx, mesh):
+    done = []
+    with on_mesh(ctx, mesh) as placed:
+        device = measure_device(placed, lambda *progress: done.append(progress), each_s=0.01)
+    return device, done
+
+
+def _figures(device):
+    rates = {field.name: getattr(device, field.name) for field in attrs.fields(Device)}
+    flops = rates.pop("flops")
+    names = ("memory", "memory_bandwidth", "launch_s", "link_bandwidth", "link_latency_s")
+    return [*flops.values(), *(rates[name] for name in names)]
+
+
+def test_ranks_agree_on_figures_that_are_all_measured(pair):
+    (device, done), (other, _) = pair.run(_measured, None)
+    assert device == other and device.type == "cpu" and device.ranks_per_node == 2
+    assert set(device.flops) == {"fp32", "bf16", "fp16"}
+    assert all(figure > 0 for figure in _figures(device)) and 0 <= device.overlap <= 1
+    assert (device.node_bandwidth, device.node_latency_s) == (
+        device.link_bandwidth,
+        device.link_latency_s,
+    )
+    assert "2 ranks" in device.source
+    names = [name for name, _, _ in done]
+    assert names == [
+        "fp32", "bf16", "fp16", "memory", "launches", "replicate", "overlap", "",
+    ]  # fmt: skip
+    assert [number for _, number, _ in done] == [*range(8)]
+    assert {count for _, _, count in done} == {7}
+
+
+def test_each_axis_of_a_mesh_is_measured(clusters):
+    device, done = clusters[4].run(_measured, fx.Mesh(replicate=2, tensor=2))[3]
+    assert [name for name, _, _ in done][5:7] == ["replicate", "tensor"]
+    assert device.ranks_per_node == 4
+
+
+def test_one_rank_has_no_links_to_measure(clusters):
+    device, done = clusters[1].run(_measured, None)[0]
+    assert [name for name, _, _ in done][3:] == ["memory", "launches", ""]
+    assert device.overlap == 0 and device.link_bandwidth > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--measure", "here.txt"], Exit.WRONG, "choose a name that ends in .json, .toml"),
+        (["--ranks", "2"], Exit.WRONG, "--ranks needs --measure FILE"),
+    ],
+)
+def test_wrong_arguments(words, code, says, capsys):
+    assert main(["env", *words]) == code
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_writes_what_it_prints(tmp_path):
+    path = tmp_path / "here.toml"
+    words = ("env", "--measure", str(path), "--ranks", "2", "--json")
+    ended = run_fork(*FXTRAIN, *words, timeout_s=280.0, OMP_NUM_THREADS="1")
+    assert ended.code == 0, ended.err
+    assert fx.state.structure(json.loads(ended.out), Device) == read_device(path)

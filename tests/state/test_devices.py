@@ -1,0 +1,41 @@
+"""Devices: the table, and files."""
+
+import pytest
+
+import fxtrain as fx
+from fxtrain.state import DEVICES, Device, read_device, write_record
+
+
+def test_a_name_in_any_case_is_that_of_the_table():
+    assert read_device("rtx4090") is read_device("RTX 4090") is DEVICES["RTX 4090"]
+    assert read_device(DEVICES["H100"]) is DEVICES["H100"]
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_a_published_device_names_its_source_and_what_is_assumed(device):
+    assert "assumption" in device.source and device.type == "gpu"
+    assert device.flops["fp32"] < device.flops["bf16"] == device.flops["fp16"]
+    assert device.node_bandwidth <= 64e9 and hash(device) == hash(read_device(device.name))
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json", ".yaml"])
+def test_a_file_is_read_as_it_was_written(suffix, tmp_path):
+    path = tmp_path / f"mine{suffix}"
+    write_record(DEVICES["L40S"], path)
+    assert read_device(path) == read_device(str(path)) == DEVICES["L40S"]
+
+
+def test_an_unknown_device_lists_the_known_ones():
+    with pytest.raises(fx.PlanError, match=r"'H10' is no known device; known are A100, H100,"):
+        read_device("H10")
+    with pytest.raises(fx.PlanError, match="cannot be read"):
+        read_device("missing.toml")
+
+
+@pytest.mark.parametrize("flops", [{}, {"bf16": 0}, {"bf16": "fast"}, 3.0])
+def test_rates_that_are_none_are_refused(flops):
+    values = {**fx.state.unstructure(DEVICES["H100"]), "flops": flops}
+    with pytest.raises(fx.PlanError, match="flops"):
+        Device(**values)
+    with pytest.raises(fx.PlanError, match="flops"):
+        fx.state.structure(values, Device)
