@@ -193,9 +193,17 @@ class _Search:
             self.drop("holds parameters in host memory, which is slow, and other plans fit")
         return None
 
-    def end(self, seconds: float, lane: Lane, attempt: Trial, answer: Mapping[str, Any]) -> None:
+    def end(self, of: tuple[float, Lane, Trial], future: Future[Any]) -> None:
         """Keep the dry runs of a plan, or drop it; queue what to try instead if it is too large."""
+        seconds, lane, attempt = of
         plan, size = attempt
+        error = future.exception()
+        if isinstance(error, BrokenProcessPool):
+            raise error
+        if error is not None:  # of the program, under this plan
+            self.drop(f"{type(error).__name__}: {error}".splitlines()[0])
+            return
+        answer = future.result()
         runs = {(rank, count): loads(text, DryRun) for count, rank, text in answer["runs"]}
         self.runs += len(runs)
         fatal = [p.text for run in runs.values() for p in run.problems if p.fatal]
@@ -330,24 +338,19 @@ def search(
 
     Raises:
         PlanError: the program allows no dry run on one rank, or it did not end in time.
+        BrokenProcessPool: a process was killed, such as for lack of memory: use fewer `processes`.
         Exception: what the program raises there.
     """
     count = processes or len(usable_cores())
-    left_s = 60 * minutes
-    deadline = time.monotonic() + left_s
+    deadline = time.monotonic() + 60 * minutes
     found = _Search(question=question, device=device, memory=USABLE * device.memory)
-    with workers(program, count, left_s) as pool:
+    running: dict[Future[Any], tuple[float, Lane, Trial]] = {}
+    with workers(program, count, 60 * minutes) as pool:
         first = pool.submit(dry_runs, program, probe, 1, question, cache)
-        wait([first], timeout=left_s)
-        try:
-            found.begin(first.result(timeout=0))
-        except (TimeoutError, BrokenProcessPool):
-            raise PlanError(
-                f"No dry run ended within {minutes:g} minutes. Allow more with --minutes, or "
-                f"minutes=."
-            ) from None
-        running: dict[Future[Any], tuple[float, Lane, Trial]] = {}
-        while (found.queue or running) and time.monotonic() < deadline:
+        if not wait([first], timeout=60 * minutes).done:
+            raise PlanError(f"No dry run ended within {minutes:g} minutes. Allow more minutes.")
+        found.begin(first.result())
+        while time.monotonic() < deadline:
             while len(running) < count and found.runs + len(running) < most:
                 if (following := found.next()) is None:
                     break
@@ -357,18 +360,8 @@ def search(
                 break
             left_s = max(0.0, deadline - time.monotonic())
             for future in wait(running, timeout=left_s, return_when=FIRST_COMPLETED).done:
-                _finish(found, future, running.pop(future))
+                found.end(running.pop(future), future)
                 progress(found.runs, len(found.queue) + len(running))
     if left := len(found.queue) + len(running):
         found.drop(f"not tried within {minutes:g} minutes and {most} dry runs", left)
     return found.choice()
-
-
-def _finish(found: _Search, future: Future[Any], of: tuple[float, Lane, Trial]) -> None:
-    error = future.exception()
-    if isinstance(error, BrokenProcessPool):  # at the end of the time
-        found.drop("not tried in time")
-    elif error is not None:  # of the program, under this plan
-        found.drop(f"{type(error).__name__}: {error}".splitlines()[0])
-    else:
-        found.end(*of, future.result())

@@ -173,7 +173,7 @@ class Strategy:
         prepare: (action, ctx, plan) → the plan with what files add that its config names, for a
             call such as "wrap", with the same errors on every rank; None where there are none.
         without_batch: (plan) → the plan, whose config leaves the size of batches open.
-        take_layers: (module, plan) → undo: before the module is wrapped, gives it the quantised
+        take_layers: (module, plan) → undo: before the module is wrapped, gives it the quantized
             layers of the files that its weights come from; None where the module has its weights.
         raises_parameters: (plan) → whether trained parameters in half precision become fp32, which
             optimizers need where forward computes in another dtype.

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -343,3 +345,48 @@ def test_a_store_that_is_lost_before_all_have_joined():
         port = server.port
         del server
         assert f"Rank 1 of 3 lost the store at 127.0.0.1:{port}, which" in said.result()
+
+
+FILES = """
+import resource
+from fxtrain.errors import ContextError
+from fxtrain.ops.opening import allow_files
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, 300))
+allow_files(2)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
+allow_files(1024)
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+try:
+    allow_files(1024)
+except ContextError as error:
+    print(error)
+"""
+
+
+def test_a_process_may_open_as_many_files_as_the_system_permits_or_learns_that_they_are_too_few():
+    done = subprocess.run([sys.executable, "-c", FILES], capture_output=True, text=True, check=True)
+    assert "1024 ranks need about 84 open files" in done.stdout
+    assert "this process may have 60. Raise the limit" in done.stdout
+    assert done.stdout.endswith("[FX102]\n")
+
+
+def _sockets():
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(name).startswith("socket:") for name in names if os.path.exists(name))
+
+
+def _connections(ctx):
+    """Sockets of a context with axes, of which it has used the control group and one axis."""
+    before = _sockets()
+    with fx.detect(device="cpu", mesh=fx.Mesh(shard=2), timeout_s=ctx.comm.timeout_s) as inner:
+        ops.barrier(inner)
+        ops.barrier(inner.axis("shard"))
+        return _sockets() - before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_a_rank_connects_with_those_to_which_it_sends(clusters):
+    # A gloo group listens, and connects with both neighbors in the ring, or with the other rank.
+    for opened in clusters[4].run(_connections):
+        assert opened <= (1 + 2) + (1 + 1) + 2 * 1 + 1

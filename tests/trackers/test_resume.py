@@ -1,5 +1,6 @@
 """A run that is stopped and continued has the curve of one that was not."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 import fxtrain as fx
 from fxtrain.trackers import Tracker, read_run
+from tests._errors import raises_code
 
 
 def _position(step):
@@ -27,39 +30,102 @@ def _curve(folder):
     return [(e["step"], e.get("rows"), e.get("epoch"), e["values"]) for e in log.entries]
 
 
-# Each stop: updates since the last checkpoint that are saved, and those that are lost after it.
-STOPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=4)
+FOLDERS = st.sampled_from(["a", "b"])
+COUNTS = st.integers(0, 4)
 
 
-@settings(max_examples=25, deadline=None)
-@given(stops=STOPS, bare=st.booleans(), torn=st.booleans())
-def test_wherever_it_is_stopped_the_curve_has_no_gap_and_no_double(stops, bare, torn):
-    """`bare`: logged by updates only. `torn`: the process was killed within a line."""
+class Runs(RuleBasedStateMachine):
+    """Runs in two folders that start, log, are saved and killed, and continue.
 
-    def log(run, steps):
-        for step in steps:
-            place = step if bare else _position(step)
-            run.log({"loss": torch.tensor(float(step)), "even": step % 2 or None}, place)
+    The model has, by folder, the id of its run and the curve that a reader has to find.
+    """
 
-    with tempfile.TemporaryDirectory() as place, fx.detect(env={}, device="cpu") as ctx:
-        whole, parts = Path(place, "whole"), Path(place, "parts")
-        here, state, ids = 0, None, set()
-        for saved, lost in [*stops, (3, 0)]:
-            with fx.track(parts, ctx, resume=state, position=_position(here)) as run:
-                ids.add(run.id)
-                log(run, range(here + 1, here + saved + 1))
-                here, state = here + saved, run.state()
-                log(run, range(here + 1, here + lost + 1))
-            if torn:
-                with (parts / "metrics.jsonl").open("ab") as file:
-                    file.write(b'{"step":1,"rows":8,"val')
-        if torn:  # the last start removes it
-            fx.track(parts, ctx, resume=state, position=_position(here)).close()
-        with fx.track(whole, ctx) as run:
-            log(run, range(1, here + 1))
-        assert _curve(parts) == _curve(whole)
-        assert len(ids) == 1
-        assert len(read_run(parts).starts) >= 1
+    saved = Bundle("saved")
+
+    def __init__(self):
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+        self.place = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.ctx = self.stack.enter_context(fx.detect(env={}, device="cpu"))
+        self.runs: dict[str, tuple[str, list[int]]] = {}
+
+    @initialize(bare=st.booleans())
+    def choose_positions(self, bare):
+        self.at = int if bare else _position  # `bare`: logged by updates only
+
+    def teardown(self):
+        self.stack.close()
+
+    def track(self, name, **more):
+        return fx.track(self.place / name, self.ctx, **more)
+
+    def log(self, run, name, start, count):
+        """Log the next steps; the state after the first of them, and the step that it is of."""
+        steps = self.runs[name][1]
+        step, state = start, run.state()
+        for step in range(start + 1, start + count + 1):
+            run.log({"loss": torch.tensor(float(step)), "even": step % 2 or None}, self.at(step))
+            steps.append(step)
+            if step == start + 1:
+                state = run.state()
+        return state, self.runs[name][0], min(step, start + 1)
+
+    @rule(target=saved, name=FOLDERS, count=COUNTS)
+    def start(self, name, count):
+        if name in self.runs:
+            with raises_code("FX200", self.runs[name][0]):
+                self.track(name)
+            return multiple()
+        with self.track(name) as run:
+            self.runs[name] = run.id, []
+            return self.log(run, name, 0, count)
+
+    @rule(target=saved, name=FOLDERS, count=COUNTS, at=saved)
+    def resume(self, name, count, at):
+        state, identity, step = at
+        known, steps = self.runs.get(name, (identity, []))
+        where = {"resume": state, "position": _position(step)}
+        if known != identity:
+            with raises_code("FX200", known, identity):
+                self.track(name, **where)
+            return multiple()
+        with self.track(name, **where) as run:
+            assert run.id == identity
+            self.runs[name] = identity, [each for each in steps if each <= step]
+            return self.log(run, name, step, count)
+
+    @rule(target=saved, name=FOLDERS, count=COUNTS)
+    def restart_what_the_folder_has(self, name, count):
+        with self.track(name, resume="folder", position=fx.Position()) as run:
+            assert run.id == self.runs.get(name, (run.id,))[0]
+            self.runs[name] = run.id, []
+            return self.log(run, name, 0, count)
+
+    @rule(name=FOLDERS, at=saved)
+    def is_killed_within_a_line(self, name, at):
+        """Its next start removes what was written of the line."""
+        state, identity, _ = at
+        if self.runs.get(name, ("",))[0] != identity:
+            return
+        with (self.place / name / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"step":1,"rows":8,"val')
+        steps = self.runs[name][1]
+        self.track(name, resume=state, position=_position(max(steps, default=0))).close()
+
+    @invariant()
+    def every_curve_is_that_of_one_run(self):
+        for name, (identity, steps) in self.runs.items():
+            log = read_run(self.place / name)
+            assert json.loads((self.place / name / "run.json").read_text())["id"] == identity
+            assert log.damaged == 0
+            assert log.curve("loss") == [(step, float(step)) for step in steps]
+            if self.at is _position:
+                rows = [(entry["rows"], entry["epoch"]) for entry in log.entries]
+                assert rows == [(8 * step, step // 5) for step in steps]
+
+
+TestRuns = Runs.TestCase
+TestRuns.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
 
 
 SCRIPT = """
@@ -112,41 +178,6 @@ def test_a_process_that_is_killed_and_continued_has_the_same_curve(tmp_path, mon
         exec(SCRIPT, {})
     assert _curve(tmp_path / "killed") == _curve(tmp_path / "whole")
     assert [step for step, *_ in _curve(tmp_path / "whole")] == list(range(1, 33))
-
-
-def test_a_folder_in_use_is_not_taken_by_a_new_run(ctx, tmp_path):
-    with fx.track(tmp_path, ctx) as run:
-        run.log({"a": 1}, 1)
-    with pytest.raises(fx.PlanError, match=rf"a new run was requested.*{run.id}"):
-        fx.track(tmp_path, ctx)
-    assert read_run(tmp_path).curve("a") == [(1, 1.0)]
-
-
-def test_a_folder_of_another_run_is_named(ctx, tmp_path):
-    with fx.track(tmp_path / "a", ctx) as first:
-        first.log({"a": 1}, 1)
-    with fx.track(tmp_path / "b", ctx) as second:
-        pass
-    with pytest.raises(fx.PlanError, match=rf"resume is the run {second.id}.*{first.id}"):
-        fx.track(tmp_path / "a", ctx, resume=second.state(), position=fx.Position())
-    assert read_run(tmp_path / "a").curve("a") == [(1, 1.0)]
-
-
-def test_a_run_continues_in_another_folder_with_its_id(ctx, tmp_path):
-    with fx.track(tmp_path / "a", ctx) as run:
-        pass
-    with fx.track(tmp_path / "b", ctx, resume=run.state(), position=_position(2)) as more:
-        assert more.id == run.id
-
-
-def test_the_folders_own_run_restarts(ctx, tmp_path):
-    at = {"resume": "folder", "position": fx.Position()}
-    with fx.track(tmp_path, ctx, **at) as run:
-        run.log({"a": 1}, _position(1))
-    with fx.track(tmp_path, ctx, **at) as again:
-        again.log({"a": 2}, _position(1))
-    assert again.id == run.id
-    assert read_run(tmp_path).curve("a") == [(1, 2.0)]
 
 
 @pytest.mark.parametrize(

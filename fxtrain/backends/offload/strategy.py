@@ -421,7 +421,7 @@ def _digests(streaming: Streaming) -> dict[str, str]:
 
 
 def _take_layers(module: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Put quantised layers, without memory, where the files have such."""
+    """Put quantized layers, without memory, where the files have such."""
     source = plan.strategy.source
     with ExitStack() as undo:
         if source is not None and not is_quantized(module):

@@ -288,7 +288,9 @@ def _shard(stage: Stage, partition: Partition, index: int, ctx: DistContext, axe
     named = list(stage.shell.named_parameters(remove_duplicate=False))
     ignored = {p for name, p in named if id(p) not in own or name in axes.whole}
     parts = list(own_units(stage.shell, partition, index, axes.plan.strategy))
+    # Registered only here: torch shards the parameters that it finds among the stage's modules.
     stage.add_module("inside", stage.shell)
+    # `_split_stage` has added hooks that cast inputs.
     config: FSDP = attrs.evolve(axes.plan.strategy, cast_inputs=False)
     shard_parts(stage, parts, ignored, axes.mesh, ctx, attrs.evolve(axes.plan, strategy=config))
 
