@@ -28,11 +28,13 @@ from fxtrain.choosing import StepCost, step_cost
 
 _H100 = fx.state.read_device("H100")
 # The data sheet is for 700 W. Power grows with the third power of the clock.
+_CLOCK = (500 / 700) ** (1 / 3)
 _TITAN = attrs.evolve(
     _H100,
     memory=96 * 10**9,
     memory_bandwidth=2.4e12,
-    efficiency=_H100.efficiency * (500 / 700) ** (1 / 3),
+    efficiency=_H100.efficiency * _CLOCK,
+    attention_efficiency=_H100.attention_efficiency * _CLOCK,
 )
 _DEVICES = {
     "torchtitan": _TITAN,

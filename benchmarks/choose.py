@@ -30,7 +30,7 @@ from fxtrain.testing import Cluster
 from fxtrain.testing.training import on_mesh
 from tests.profiling._real import recording_real
 
-_WARM, _UPDATES, _MOST_S = 2, 9, 1.5
+_WARM, _UPDATES, _MOST_S = 2, 9, 1.2
 _SPLIT = fx.TP(
     styles=(
         *(fx.Style(modules=f"blocks.*.{name}", style="colwise") for name in "qkv"),

@@ -109,8 +109,13 @@ def _roofline(operator: Operator, device: Device, *, on_host: bool) -> tuple[flo
     """Seconds of one call by its FLOPs, and by its bytes."""
     peak = device.flops.get(operator.dtype, min(device.flops.values()))
     bandwidth = device.host_bandwidth if on_host else device.memory_bandwidth
+    efficiency = device.efficiency
+    if "attention" in operator.name:
+        efficiency = device.attention_efficiency
+    elif "convolution" in operator.name:
+        efficiency = device.convolution_efficiency
     return (
-        operator.flops / (peak * device.efficiency),
+        operator.flops / (peak * efficiency),
         operator.bytes / (bandwidth * device.bandwidth_efficiency),
     )
 

@@ -93,6 +93,8 @@ def _figures(device: Device) -> list[tuple[str, float]]:
     """The measured figures in the units of data sheets."""
     return [
         *((f"{dtype} products, TFLOP/s", rate / 1e12) for dtype, rate in device.flops.items()),
+        ("attention, of these", device.attention_efficiency),
+        ("convolutions, of these", device.convolution_efficiency),
         ("memory, GB/s", device.memory_bandwidth / 1e9),
         ("launch, us", device.launch_s * 1e6),
         ("links in a node, GB/s", device.link_bandwidth / 1e9),

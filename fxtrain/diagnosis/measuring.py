@@ -80,6 +80,42 @@ def product_rate(ctx: DistContext, dtype: torch.dtype, each_s: float = _EACH_S) 
     return 3 * 2 * side**3 / median_s(products, ctx, each_s)
 
 
+def attention_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
+    """FLOP/s of causal attention, forward and backward."""
+    on_cpu = ctx.device.type == "cpu"
+    shape_BHTK = (2, 4, 512, 32) if on_cpu else (4, 16, 4096, 128)
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    q, k, v = (
+        torch.ones(shape_BHTK, dtype=dtype, device=ctx.device, requires_grad=True) for _ in range(3)
+    )
+    batch, heads, length, width = shape_BHTK
+    # Two products of which causal attention computes half, and five of them in backward.
+    flops = 7 * batch * heads * length**2 * width
+
+    def attend() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    return flops / median_s(attend, ctx, each_s)
+
+
+def convolution_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
+    """FLOP/s of a convolution, forward and backward."""
+    on_cpu = ctx.device.type == "cpu"
+    rows, channels, side = (16, 32, 32) if on_cpu else (64, 128, 56)
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    x = torch.ones(rows, channels, side, side, dtype=dtype, device=ctx.device, requires_grad=True)
+    weight = torch.ones(
+        channels, channels, 3, 3, dtype=dtype, device=ctx.device, requires_grad=True
+    )
+
+    def convolve() -> None:
+        torch.autograd.grad(F.conv2d(x, weight, padding=1).sum(), (x, weight))
+
+    flops = 3 * 2 * rows * side**2 * channels**2 * 9
+    return flops / median_s(convolve, ctx, each_s)
+
+
 def memory_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
     """Bytes per second of elementwise operators, normalizations, softmax and those of optimizers.
 
@@ -184,13 +220,13 @@ def measure_device(
     Args:
         ctx: All ranks call this.
         done: (figure, number, of how many): called before each figure, and at the end.
-        each_s: Seconds for a figure, of which there are about eight.
+        each_s: Seconds for a figure, of which there are about ten.
 
     Returns:
         The figures of the slowest rank; the same on every rank.
 
     Effects:
-        Computes and communicates for about `10 * each_s` seconds.
+        Computes and communicates for about `12 * each_s` seconds.
 
     Raises:
         CollectiveError: a rank failed; on every rank.
@@ -200,6 +236,8 @@ def measure_device(
     axes += ["node"] if ctx.num_nodes > 1 and ctx.local_world_size > 1 else []
     figures: dict[str, Callable[[], Any]] = {
         **{name: partial(product_rate, ctx, dtype, each_s) for name, dtype in _DTYPES.items()},
+        "attention": partial(attention_rate, ctx, each_s),
+        "convolutions": partial(convolution_rate, ctx, each_s),
         "memory": partial(memory_rate, ctx, each_s),
         "launches": partial(launch_s, ctx, each_s),
         **{axis: partial(all_reduce_figures, ctx, axis, each_s) for axis in axes},
@@ -211,6 +249,7 @@ def measure_device(
         found[name] = figure()
     done("", len(figures), len(figures))
     total = available_memory()[1] // ctx.local_world_size if on_cpu else memory(ctx).total
+    rate = found["fp32" if on_cpu else "bf16"]
     module: Any = torch.get_device_module(ctx.device)
     return Device(
         name=platform.machine() if on_cpu else module.get_device_name(ctx.device),
@@ -219,6 +258,8 @@ def measure_device(
         type="cpu" if on_cpu else "gpu",
         memory=total or 1,
         flops={name: found[name] for name in _DTYPES},
+        attention_efficiency=found["attention"] / rate,
+        convolution_efficiency=found["convolutions"] / rate,
         memory_bandwidth=found["memory"],
         launch_s=found["launches"],
         overlap=found.get("overlap", 0.0 if on_cpu else 1.0),

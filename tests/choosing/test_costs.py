@@ -53,6 +53,13 @@ def test_a_dtype_has_its_rate_and_an_unknown_one_the_lowest():
         assert step_cost(run, fx.Plan(), DEVICE).seconds == seconds
 
 
+def test_attention_and_convolutions_have_efficiencies_of_their_own():
+    device = attrs.evolve(DEVICE, attention_efficiency=0.5, convolution_efficiency=0.25)
+    for name, seconds in (("mm", 1), ("_flash_attention", 2), ("convolution_backward", 4)):
+        run = _run(attrs.evolve(_operator(flops=10**12), name=name))
+        assert step_cost(run, fx.Plan(), device).seconds == seconds
+
+
 def test_launches_hide_behind_operators_of_a_gpu_and_add_to_those_of_a_cpu():
     run = _run(_operator(flops=10**12, count=2), _operator(phase="update", count=8))
     slow = attrs.evolve(DEVICE, launch_s=0.5)

@@ -23,7 +23,15 @@ def _measured(ctx, mesh):
 def _figures(device):
     rates = {field.name: getattr(device, field.name) for field in attrs.fields(Device)}
     flops = rates.pop("flops")
-    names = ("memory", "memory_bandwidth", "launch_s", "link_bandwidth", "link_latency_s")
+    names = (
+        "attention_efficiency",
+        "convolution_efficiency",
+        "memory",
+        "memory_bandwidth",
+        "launch_s",
+        "link_bandwidth",
+        "link_latency_s",
+    )
     return [*flops.values(), *(rates[name] for name in names)]
 
 
@@ -39,21 +47,24 @@ def test_ranks_agree_on_figures_that_are_all_measured(pair):
     assert "2 ranks" in device.source
     names = [name for name, _, _ in done]
     assert names == [
-        "fp32", "bf16", "fp16", "memory", "launches", "replicate", "overlap", "",
+        "fp32", "bf16", "fp16", "attention", "convolutions", "memory", "launches", "replicate",
+        "overlap", "",
     ]  # fmt: skip
-    assert [number for _, number, _ in done] == [*range(8)]
-    assert {count for _, _, count in done} == {7}
+    assert [number for _, number, _ in done] == [*range(10)]
+    assert {count for _, _, count in done} == {9}
 
 
 def test_each_axis_of_a_mesh_is_measured(clusters):
     device, done = clusters[4].run(_measured, fx.Mesh(replicate=2, tensor=2))[3]
-    assert [name for name, _, _ in done][5:7] == ["replicate", "tensor"]
+    assert [name for name, _, _ in done][7:9] == ["replicate", "tensor"]
     assert device.ranks_per_node == 4
 
 
 def test_one_rank_has_no_links_to_measure(clusters):
     device, done = clusters[1].run(_measured, None)[0]
-    assert [name for name, _, _ in done][3:] == ["memory", "launches", ""]
+    assert [name for name, _, _ in done][3:] == [
+        "attention", "convolutions", "memory", "launches", "",
+    ]  # fmt: skip
     assert device.overlap == 0 and device.link_bandwidth > 0
 
 
