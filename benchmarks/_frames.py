@@ -1,5 +1,6 @@
 """Prints as JSON how many frames of fxtrain common calls enter; `benchmarks.size` runs it."""
 
+import itertools
 import json
 import sys
 import tempfile
@@ -17,7 +18,7 @@ FOLDER = str(Path(fx.__file__).parent)
 
 
 def frames(run: Callable[[], object]) -> list[int]:
-    """Frames of fxtrain that one call enters in this thread, and the files they are in."""
+    """Frames of fxtrain that one call enters in this thread, their files, and stays in a file."""
     files: list[str] = []
 
     def profile(frame: object, event: str, arg: object) -> None:
@@ -29,7 +30,7 @@ def frames(run: Callable[[], object]) -> list[int]:
         run()
     finally:
         sys.setprofile(None)
-    return [len(files), len(set(files))]
+    return [len(files), len(set(files)), len([*itertools.groupby(files)])]
 
 
 def adam(parameters):
@@ -45,13 +46,18 @@ def main() -> None:
             return fx.wrap(nn.Linear(64, 10), ctx, plan, optimizer=adam)
 
         models = [wrap()]
-        loader = fx.shard(DataLoader(TensorDataset(x, y), batch_size=8), ctx, plan)
-        batches = iter(loader)
+
+        def shard():
+            return fx.shard(DataLoader(TensorDataset(x, y), batch_size=8), ctx, plan)
+
+        loaders = [shard()]
+        batches = iter(loaders[0])
         fns = fx.StepFns(model=models[0], loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
         batch = next(batches)
         fx.step(ctx, batch, fns)
         counts = {
             "wrap": frames(lambda: models.append(wrap())),
+            "shard": frames(lambda: loaders.append(shard())),
             "step": frames(lambda: fx.step(ctx, next(batches), fns)),
             "gather": frames(lambda: fx.ops.gather(x, ctx)),
             "save": frames(

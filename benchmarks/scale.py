@@ -9,11 +9,11 @@ python -m benchmarks.scale [--ranks 2,4,8] [--simulated 128,1024,4096] [--shards
 
 import argparse
 import collections
+import gc
 import os
 import statistics
 import tempfile
 import time
-import tracemalloc
 import warnings
 from datetime import timedelta
 
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from benchmarks._common import show
+from fxtrain._host_memory import process_memory
 from fxtrain.checkpoint.manifest import (
     DataFile,
     Manifest,
@@ -208,15 +209,23 @@ def on_rank(folder):
 
     rendezvous_store._connected = connected
     before, started = _sockets(), time.perf_counter()
-    with fx.detect(device="cpu", timeout_s=300) as ctx:
-        seconds = time.perf_counter() - started
-        first = Row(
-            rounds=2 * (ctx.world_size - 1).bit_length(),
-            messages=2 * (ctx.world_size - 1).bit_length(),
-            size=0,
+    with count_collectives() as traffic:
+        ctx = fx.detect(device="cpu", timeout_s=300)
+    with ctx:
+        first = _row(
+            traffic,
+            ctx.world_size,
             sockets=_sockets() - before,
             asked=counted[0].asked,
-            seconds=seconds,
+            seconds=time.perf_counter() - started,
+        )
+        # Another thread opens the default group, in rounds of one byte.
+        rounds = (ctx.world_size - 1).bit_length()
+        first = attrs.evolve(
+            first,
+            rounds=first.rounds + rounds,
+            messages=first.messages + rounds,
+            size=first.size + rounds,
         )
         return {"detect": first, **_measure(ctx, folder)}
 
@@ -299,14 +308,14 @@ def show_manifest(ranks, tensors):
     rows = []
 
     def timed(what, run):
-        tracemalloc.start()
-        made = run()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        gc.collect()
+        before = process_memory()[0]
         started = time.process_time()  # one thread, whatever else the machine does
         made = run()
         seconds = time.process_time() - started
-        rows.append([what, f"{seconds:.2f}", f"{peak / 1e6:.0f}"])
+        # The highest so far: of the steps, each needs more than those before it, or counts as 0.
+        peak = process_memory()[1]
+        rows.append([what, f"{seconds:.2f}", f"{max(0, peak - before) / 1e6:.0f}"])
         return made
 
     offers = [

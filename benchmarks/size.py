@@ -69,9 +69,10 @@ def figures_of(root: Path) -> dict[str, int]:
         figures["functions"] += sum(
             isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes
         )
-    for call, (frames, files) in measured_frames(root).items():
+    for call, (frames, files, stays) in measured_frames(root).items():
         figures[f"frames, {call}"] = frames
         figures[f"frames, {call}, files"] = files
+        figures[f"frames, {call}, stays in a file"] = stays
     figures["public names"] = int(run_in(root, "import fxtrain; print(len(fxtrain.__all__))"))
     return dict(figures)
 
@@ -110,7 +111,7 @@ def is_record(node: ast.AST) -> bool:
 
 
 def measured_frames(root: Path) -> dict[str, list[int]]:
-    """Frames and files that `benchmarks._frames` counts for the package below `root`."""
+    """Frames, files and stays that `benchmarks._frames` counts for the package below `root`."""
     return json.loads(run_in(root, (ROOT / "benchmarks" / "_frames.py").read_text()))
 
 

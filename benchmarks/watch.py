@@ -14,7 +14,7 @@ from torch import nn
 
 import fxtrain as fx
 from benchmarks._common import show
-from fxtrain.ops.standing import _TICK_S, _Watch
+from fxtrain.diagnosis.standing import _TICK_S, _Watch
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.testing import Cluster
 

@@ -24,7 +24,7 @@ from fxtrain.state.registry import BUILT_IN
 
 __all__ = ["generated_pages", "public_names", "record_signature"]
 
-_NO_PAGE = ("cli",)  # described by its commands
+_NO_PAGE = ("cli", "token_files")  # described by its commands; its names are in fx.data
 _ROLE = "{py:obj}"
 _WRITABLE = (bool, int, float, str, bytes, tuple, frozenset, list, dict)
 

@@ -56,7 +56,9 @@ _NAMED = 5  # how many names a message lists
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = [*xla_problems(ctx, "DDP"), *_extensions.sequence_problems(ctx, plan, module)]
+    problems = [*xla_problems(ctx, "DDP")]
+    if plan.context is not None or ctx.mesh.context > 1:
+        problems += _extensions.sequence_problems(ctx, plan, module)
     problems += unused_axes(ctx, "DDP", ("tensor", "pipeline"))
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:

@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,31 +134,23 @@ class Muon(torch.optim.Muon):
 
 
 def divide_muon(made: Any, ctx: DistContext, replicas: Any = None) -> Any:
-    """An optimizer that divides its work over ranks if it is torch's Muon; else the same one."""
-    if type(made) is not torch.optim.Muon:
-        return made
+    """torch's Muon, or one that divides its work over ranks where they share matrices."""
     open_stage_group(ctx)
     sharded = any(isinstance(p, DTensor) for group in made.param_groups for p in group["params"])
     return Muon(made, ctx, replicas) if sharded or replicas is not None else made
 
 
-@contextmanager
-def matrices_named(named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
-    """Around a factory: a PlanError that names the parameters that Muon does not take."""
-    try:
-        yield
-    except ValueError as error:
-        if "Muon only supports 2D" not in str(error):
-            raise
-        others = [name for name, parameter in named if parameter.ndim != 2]
-        verb = "is not a matrix" if len(others) == 1 else "are not matrices"
-        raise PlanError(
-            f"wrap(optimizer=...): torch's Muon updates matrices, and "
-            f"{counted(len(others), 'parameter')} {verb}: {', '.join(others[:5])}"
-            f"{', ...' if len(others) > 5 else ''}. Give these to a second optimizer, with "
-            f"embeddings and the output layer: [torch.optim.Muon(matrices), "
-            f"torch.optim.AdamW(others)]."
-        ) from error
+def not_matrices(named: Sequence[tuple[str, Tensor]]) -> PlanError:
+    """An error that names the parameters that Muon does not take."""
+    others = [name for name, parameter in named if parameter.ndim != 2]
+    verb = "is not a matrix" if len(others) == 1 else "are not matrices"
+    return PlanError(
+        f"wrap(optimizer=...): torch's Muon updates matrices, and "
+        f"{counted(len(others), 'parameter')} {verb}: {', '.join(others[:5])}"
+        f"{', ...' if len(others) > 5 else ''}. Give these to a second optimizer, with "
+        f"embeddings and the output layer: [torch.optim.Muon(matrices), "
+        f"torch.optim.AdamW(others)]."
+    )
 
 
 @functools.lru_cache(maxsize=64)  # a model has many matrices of few shapes, on up to 1000s of ranks

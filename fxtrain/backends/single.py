@@ -39,7 +39,8 @@ def wrap_without_engine(
     """Wrap a module that is its own engine; `change` and `replicas` as `make_optimizers`."""
     fill_replica(module, ctx, seed=plan.seed)
     move_module(module, ctx.device)
-    _extensions.expose_positions(module, ctx, plan)
+    if plan.context is not None:
+        _extensions.expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx)
     return make_handle(
         strategy, module, ctx, plan, optimizer, scheduler, change=change, replicas=replicas
@@ -70,6 +71,8 @@ def make_handle(
         refuse_later_parameters(optimizers, module)
     planned, schedulers = make_schedulers(scheduler, objects)
     updated = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    if plan.context is not None:
+        strategy = _extensions.with_context_parallel(strategy, ctx, plan)
     others = [p for p in module.parameters() if p not in updated] if optimizers else []
     return Wrapped(
         module=module,
@@ -81,7 +84,7 @@ def make_handle(
         scaler=step_functions.new_scaler(ctx, plan) if optimizers else None,
         ctx=ctx,
         plan=plan,
-        strategy=_extensions.with_context_parallel(strategy, ctx, plan),
+        strategy=strategy,
         window=step_functions.new_window(ctx),
         undo=undo,
         status=ModelStatus(others=others),

@@ -1,13 +1,13 @@
 """A model under a plan, by the strategy that carries it out, and the module again."""
 
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import attrs
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -30,12 +30,10 @@ from fxtrain.ops.logs import log
 from fxtrain.ops.micro_batches import uses_cuda_graphs
 from fxtrain.ops.optimizer_settings import plain_settings, settings_of
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
-from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import (
-    TE,
     DistContext,
     FromConfig,
     Plan,
@@ -119,33 +117,31 @@ def wrap(
     strategy = strategy_of(plan.strategy) if strategy is None else strategy
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
-    if optimizer is not None and (problem := _extensions.gradient_problem(model)) is not None:
+    special = _may_have_special_layers(plan) or strategy.take_layers is not None
+    if special and optimizer is not None and (problem := _extensions.gradient_problem(model)):
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
-    with _quantized_as_planned(model, ctx, plan, strategy, trains=optimizer is not None):
+    trains = optimizer is not None
+    planned = _extensions.layers_as_planned if special else _unchanged
+    with planned(model, ctx, plan, strategy, trains=trains):
         changes_since = record_module(model)
         dtypes = {
             plain_name(name): tensor.dtype
             for named in (model.named_parameters, model.named_buffers)
             for name, tensor in named(remove_duplicate=False)
         }
-        keeps = optimizer is None or plan.precision.params == "keep"
-        raises = not keeps and strategy.raises_parameters(plan)
-        lower = raise_to_fp32(model, ctx) if raises else lambda: None
+        lower = _raised(model, ctx, plan, strategy) if trains else lambda: None
         try:
             accept_methods(model, plan)
-            _convert_as_planned(model, ctx, plan)
+            if plan.precision.recipe is not None:
+                _extensions.convert_as_planned(model, ctx, plan)
             wrapped: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:
             changes_since()[0]()
             lower()
             raise
     revert, hide = changes_since()
-    if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
-        log(ctx, "fxtrain.plan").warning(
-            'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss '
-            'scale. Use precision="bf16".'
-        )
+    _warn_of_fp16(ctx, plan)
     steps = (wrapped.undo, revert, lower)
 
     def undo() -> None:
@@ -158,6 +154,27 @@ def wrap(
     ctx.comm.slot(Windows).add(wrapped.window)
     share_pace(ctx)
     return wrapped
+
+
+def _unchanged(*_: Any, **__: Any) -> AbstractContextManager[None]:
+    """In place of `layers_as_planned`, for a model of plain layers."""
+    return nullcontext()
+
+
+def _raised(
+    model: nn.Module, ctx: DistContext, plan: Plan, strategy: Strategy
+) -> Callable[[], None]:
+    """Convert parameters to fp32 where plan and strategy say so; returns the undo."""
+    raises = plan.precision.params != "keep" and strategy.raises_parameters(plan)
+    return raise_to_fp32(model, ctx) if raises else lambda: None
+
+
+def _warn_of_fp16(ctx: DistContext, plan: Plan) -> None:
+    if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
+        log(ctx, "fxtrain.plan").warning(
+            'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss '
+            'scale. Use precision="bf16".'
+        )
 
 
 def unwrap(model: Wrapped[N]) -> N:
@@ -231,9 +248,25 @@ def problems_of(
             f"memory that ranks could compare. Remove verify_replicas, or use DDP(), FSDP() or "
             f"PP()."
         )
-    problems += _quantized_problems(strategy, ctx, plan, module)
-    problems += _recipe_problems(strategy, ctx, plan, module)
-    return (*problems, *_extensions.local_problems(strategy, ctx, plan))
+    if plan.frozen == "digests" and not (strategy.full_parameters or strategy.splits_quantized):
+        problems.append(
+            f"Plan(frozen='digests') needs full parameters, and {strategy.name} may hold parts of "
+            f"them."
+        )
+    if _may_have_special_layers(plan):
+        problems += _extensions.layer_problems(strategy, ctx, plan, module)
+    if plan.local is not None:
+        problems += _extensions.local_problems(strategy, ctx, plan)
+    return tuple(problems)
+
+
+def _may_have_special_layers(plan: Plan) -> bool:
+    """Whether a model may have quantized layers, or get layers that compute in float8.
+
+    Without a library of such layers in this process, no model has them.
+    """
+    asked = plan.quantize is not None or plan.precision.recipe is not None
+    return asked or not {"bitsandbytes", "torchao"}.isdisjoint(sys.modules)
 
 
 def _lazy_problems(module: nn.Module) -> tuple[str, ...]:
@@ -340,120 +373,3 @@ def _refuse_second_handle(model: nn.Module, ctx: DistContext) -> None:
             f"wrap: {found}, and the two handles would change the same parameters. Use the first "
             f"one, or call fx.unwrap on it before."
         )
-
-
-def _recipe_problems(
-    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
-) -> list[str]:
-    """What does not fit of a plan with precision="fp8". No traffic, equal on all ranks."""
-    recipe = plan.precision.recipe
-    if recipe is None:
-        return []
-    problems: list[str] = []
-    if not strategy.converts_layers:
-        problems.append(
-            f"{strategy.name} does not support precision='fp8', for which layers are converted "
-            f"before they are wrapped. Use precision='bf16', or Single(), DDP() or FSDP()."
-        )
-    if plan.quantize is not None or _extensions.is_quantized(module):
-        problems.append(
-            "Plan(precision='fp8'): quantized weights compute in their own format. Use "
-            "precision='bf16', or the unquantized model."
-        )
-    if getattr(recipe, "gather", "plan") == "fp8" and not strategy.gathers_weights:
-        problems.append(
-            f"Float8(gather='fp8'): {strategy.name} gathers no weights. Use gather='plan', or "
-            f"FSDP()."
-        )
-    if isinstance(recipe, TE) and ctx.mesh.tensor > 1:
-        problems.append(
-            "TE(...): Transformer Engine splits layers over ranks by its own means, and not by "
-            "FSDP(tensor=...). Use Float8(...), or omit the tensor axis."
-        )
-    if not problems:
-        try:
-            _extensions.recipe_targets(module, recipe)
-        except PlanError as error:
-            problems.append(str(error))
-    return problems
-
-
-def _convert_as_planned(module: nn.Module, ctx: DistContext, plan: Plan) -> None:
-    """Convert the layers that the plan's recipe names; `wrap` reverts that as all it changes.
-
-    Raises:
-        PlanError: as `convert_layers`, on every rank.
-    """
-    recipe = plan.precision.recipe
-    if recipe is None:
-        return
-    with fail_together(ctx):
-        checked = not ctx.comm.simulated
-        _extensions.convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
-        if isinstance(recipe, TE):
-            # In the library's region, with scales of all data ranks.
-            data = ctx.axis("data")
-            group = data.comm.group if data.world_size > 1 else None
-            module.forward = _extensions.engine_region(module, recipe, group, module.forward)
-
-
-def _quantized_problems(
-    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
-) -> list[str]:
-    """What does not fit of a plan and a model with quantized or frozen weights."""
-    problems: list[str] = []
-    if plan.frozen == "digests" and not (strategy.full_parameters or strategy.splits_quantized):
-        problems.append(
-            f"Plan(frozen='digests') needs full parameters, and {strategy.name} may hold parts of "
-            f"them."
-        )
-    if plan.quantize is None and not _extensions.is_quantized(module):
-        return problems
-    _extensions.quantized_tensors(module)  # raises for weights that bitsandbytes packed
-    split = strategy.splits_quantized and ctx.world_size > 1
-    if split and (problem := _extensions.sharding_problem(module, plan.quantize)) is not None:
-        problems.append(f"Quantized weights under {strategy.name}: {problem}.")
-    if not (strategy.splits_quantized or strategy.full_parameters) or (
-        split and ctx.mesh.tensor > 1
-    ):
-        problems.append(
-            f"{strategy.name} cannot split quantized weights here. Use DDP(), with a replica of "
-            f"them on each rank, Single(), or FSDP() without a tensor axis."
-        )
-    if plan.local is not None:
-        problems.append(
-            "Replicas that train independently (Plan.local) average every parameter, which "
-            "quantized ones do not allow. Leave local out."
-        )
-    return problems
-
-
-@contextmanager
-def _quantized_as_planned(
-    module: nn.Module, ctx: DistContext, plan: Plan, strategy: Strategy, *, trains: bool
-) -> Iterator[None]:
-    """Around wrapping: quantize what the plan says, and undo that if wrapping fails.
-
-    A streamed model gets quantized layers without memory: those of the plan, if its weights are
-    on the meta device, and those of its files.
-
-    Raises:
-        PlanError: as `quantize_layers`, on every rank.
-        CheckpointError: the quantized layers of the files do not fit the model, on every rank.
-    """
-    if plan.quantize is None and strategy.take_layers is None:
-        yield
-        return
-    with ExitStack() as undo:
-        with fail_together(ctx):
-            if plan.quantize is not None:
-                # Shards move to the device one unit at a time; the whole model may not fit there.
-                split = strategy.splits_quantized and ctx.world_size > 1
-                device = torch.device("cpu") if split else ctx.device
-                undo.callback(
-                    _extensions.quantize_layers(module, plan.quantize, device, trains=trains)
-                )
-            if strategy.take_layers is not None:
-                undo.callback(strategy.take_layers(module, plan))
-        yield
-        undo.pop_all()

@@ -257,7 +257,7 @@ def _prepare(
         has_group = group is not None and group.comm.state.failure is None
         facts = where, {"path": where, **rule, **arguments}, has_group, proposal
         rows, lines = collect_with_errors(facts, problem, ctx)
-        answer = _decided(rows, lines) if ctx.is_main else None
+        answer: Any = _decided(rows, lines) if ctx.is_main else None
         answer = ops.broadcast_object(answer, ctx)
         if isinstance(answer, str) or proposal is None:
             raise CheckpointError(str(answer), code="FX606") from problem

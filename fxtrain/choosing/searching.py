@@ -47,7 +47,9 @@ _IGNORED = (
     "the program passes another plan to fx.wrap, so that this one has no effect. Leave the plan "
     "out there, or pass fx.given_plan(plan)"
 )
-_DATA_ENDS = "the data ends before an update has its rows, or before a second update"
+_FEWER_ROWS = (
+    "fewer rows or updates than asked: the data ends, or the program takes another batch size"
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -213,7 +215,7 @@ class _Search:
         if fatal:
             self.drop(fatal[0].splitlines()[0])
         elif last.updates < 2 or seen < expected:
-            self.drop(_DATA_ENDS)
+            self.drop(_FEWER_ROWS)
         elif not _is_followed(plan, last):
             self.drop(_IGNORED, 1 + len(self.queue))
             self.queue.clear()

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,23 +29,20 @@ _CHOSEN = ("strategy", "mesh", "accumulate", "recompute")
 
 
 def choose_plan(
-    program: tuple[str, ...],
+    program: Sequence[str],
     config: LaunchConfig,
     *,
     world: int,
     module: bool,
-    device: str,
-    rows: int | None,
-    batch_option: str,
-    minutes: float,
-    processes: int | None,
     save: str | None,
     picture: str | None,
+    options: Mapping[str, Any],
 ) -> int:
     """Choose a plan for a program, and print, save and draw the choice."""
     if save is not None:
         format_of(save)
-    at, given = read_device(device), dict(config.values["plan"])
+    device, given = read_device(options["device"]), dict(config.values["plan"])
+    batch_option = options["batch_option"] or ""
     place(world, 0, config.plan.mesh)
     target, *args = program
     question = Question(
@@ -53,8 +50,8 @@ def choose_plan(
         own_plan=True,
         fixed=frozenset(given),
         world=world,
-        node=at.ranks_per_node,
-        rows=rows,
+        node=device.ranks_per_node,
+        rows=options["rows"],
         rows_fixed=not batch_option,
     )
     run = partial(run_script, target, tuple(args), batch_option, json.dumps(given), module=module)
@@ -62,10 +59,10 @@ def choose_plan(
         choice = search(
             run,
             question,
-            at,
+            device,
             probe=(Plan(), 0),
-            minutes=minutes,
-            processes=processes,
+            minutes=options["minutes"],
+            processes=options["processes"],
             cache=_cache_folder(os.environ),
             progress=progress,
         )

@@ -130,12 +130,7 @@ def PLAN(
     picture: str | None,
     config: str,
     choose: bool,
-    device: str | None,
-    rows: int | None,
-    batch_option: str | None,
-    minutes: float,
-    processes: int | None,
-    **failures: Any,
+    **options: Any,
 ) -> int:
     """Show what a training script would need on many ranks, without running it for real.
 
@@ -153,24 +148,14 @@ def PLAN(
     flags = {} if mesh is None else {"plan.mesh": mesh}
     settings = resolve(file=config, env=os.environ, flags=flags)
     if choose:
-        if device is None:
+        if options["device"] is None:
             raise click.UsageError("--choose needs --device, such as --device H100.")
-        return importlib.import_module("fxtrain.cli.choose_command").choose_plan(
-            tuple(program),
-            settings,
-            world=world,
-            module=module,
-            device=device,
-            rows=rows,
-            batch_option=batch_option or "",
-            minutes=minutes,
-            processes=processes,
-            save=save,
-            picture=picture,
-        )
+        choosing = importlib.import_module("fxtrain.cli.choose_command")
+        shape = {"world": world, "module": module, "save": save, "picture": picture}
+        return choosing.choose_plan(program, settings, **shape, options=options)
     variables = runs.place(world, rank, settings.plan.mesh)
     runs.read_bytes(device_memory)
-    rate = read_bytes(failures["checkpoint_rate"], "--checkpoint-rate")
+    rate = read_bytes(options["checkpoint_rate"], "--checkpoint-rate")
     others = [loads(read_text(path), DryRun) for path in against]
     if settings.values["plan"]:
         variables |= name_values((plan_variable(settings.values["plan"]),))
@@ -188,10 +173,10 @@ def PLAN(
     # A program that failed before its model was there has problems to show instead.
     known = runs.checkpoint_bytes(run) > 0
     goodput = None
-    if known and failures["rank_mtbf_h"] is not None:
-        goodput = _goodput(run, failures, rate or 1)
-        if failures["goodput_picture"] is not None:
-            save_picture(goodput.plot(), failures["goodput_picture"])
+    if known and options["rank_mtbf_h"] is not None:
+        goodput = _goodput(run, options, rate or 1)
+        if options["goodput_picture"] is not None:
+            save_picture(goodput.plot(), options["goodput_picture"])
     data, shown = json.loads(text), [runs.table(*others, run)]
     if goodput is not None:
         data = {"run": data, "goodput": attrs.asdict(goodput)}

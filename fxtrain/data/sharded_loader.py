@@ -4,6 +4,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Generic
 
 import attrs
@@ -31,13 +32,16 @@ _NO_BATCH = (
 )
 
 
+_START = Cursor(Position())  # of a run
+
+
 @attrs.define(eq=False)
 class Reached:
     """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is."""
 
     # Just after it, with the state of the stream or blend on this rank; or where a loader
     # starts that has yielded none.
-    cursor: Cursor
+    cursor: Cursor = _START
     batch: Batch | None = None  # that batch
 
 
@@ -48,7 +52,7 @@ class Iteration:
     number: int = 0  # the epoch
     start: Cursor | None = None  # where it starts; None until it begins, after those before it
     # What the epochs of the same call have reached, which share it.
-    run: Reached = attrs.field(factory=lambda: Reached(Cursor(Position())))
+    run: Reached = attrs.field(factory=Reached)
     passes: int = 0  # passes that got further than one batch
 
     def cursor(self) -> Cursor:
@@ -109,12 +113,10 @@ class Sharded(Displayed, Generic[Data_co]):
     _loader: Any = attrs.field(alias="loader", repr=False)
     _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut", repr=False)
     _trail: Iteration = attrs.field(
-        factory=lambda: Iteration(start=Cursor(Position())), alias="trail", repr=False
+        factory=partial(Iteration, start=_START), alias="trail", repr=False
     )
     _run_updates: int | None = attrs.field(default=None, alias="run_updates")
-    _reached: Reached = attrs.field(
-        factory=lambda: Reached(Cursor(Position())), alias="reached", repr=False
-    )
+    _reached: Reached = attrs.field(factory=Reached, alias="reached", repr=False)
     _alone: bool = attrs.field(default=False, alias="alone")  # its ranks are in no group
 
     def __repr__(self) -> str:

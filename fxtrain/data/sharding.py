@@ -289,7 +289,7 @@ def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:
     else:
         ranks = everyone[data.rank : data.rank + 1]
         source, batching = _source(loader, data.world_size, plan, ranks, uses)
-    cut = make_splitter(ctx, plan)
+    cut = None if plan.context is None else make_splitter(ctx, plan)
     return Sharded(ctx=data, plan=plan, source=source, batching=batching, loader=loader, cut=cut)
 
 

@@ -139,10 +139,11 @@ def _check_rebuildable(loader: DataLoader[Any]) -> None:
             "DataLoader(in_order=False): batches arrive in the order in which workers finish, so "
             "a position cannot record which rows were seen. Use in_order=True."
         )
-    # torchdata's loader adds a state_dict, which positions replace here.
-    stateful = any(base.__module__.startswith("torchdata.") for base in kind.__mro__)
     for name in ("__iter__", "_get_iterator"):
-        if not stateful and getattr(kind, name) is not getattr(DataLoader, name):
+        # torchdata's loader adds a state_dict, which positions replace here.
+        if getattr(kind, name) is not getattr(DataLoader, name) and not any(
+            base.__module__.startswith("torchdata.") for base in kind.__mro__
+        ):
             raise DataError(
                 f"{kind.__name__} overrides DataLoader.{name}, which sharding would bypass: it "
                 f"reads the dataset through its own loader. Pass a plain DataLoader, and do "

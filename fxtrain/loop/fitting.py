@@ -538,8 +538,6 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
     # Rank 0 alone says whether it is late. Many ranks send nothing more than the call, usually.
     words = [reason or "", "late"] if late and ctx.is_main else [reason or ""]
     texts = exchange_texts(ctx, ("fit", "its check after an update"), " ".join(words))
-    if not any(texts):
-        return None, bool(due)
     reasons = [text.partition(" ")[0] or None for text in texts]
     gone = [rank for rank, reason in enumerate(reasons) if reason in ("left", "failed")]
     if 0 < len(gone) < len(reasons):

@@ -37,14 +37,10 @@ LOSS_EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 def _check_model(_: Any, __: Any, model: Any) -> None:
     if isinstance(model, Wrapped):
         return
-    if hasattr(model, "_torchdynamo_orig_callable"):
-        raise StepError(
-            "StepFns(model=...) takes a wrapped model, found the result of torch.compile(model). "
-            "Use fx.Plan(compile=True), and pass the wrapped model."
-        )
     raise StepError(
-        f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "
-        f"Use model=fx.wrap(net, ctx, plan, optimizer=...)."
+        f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. Use "
+        f"model=fx.wrap(net, ctx, plan, optimizer=...), and fx.Plan(compile=True) in place of "
+        f"torch.compile."
     )
 
 

@@ -14,6 +14,7 @@ from fxtrain.errors import CheckpointError
 from fxtrain.ops.transport.packing import is_array
 from fxtrain.state import Wrapped
 
+_PLAIN = {bool, int, float, str, type(None)}
 _COUNTS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
 
 
@@ -33,14 +34,19 @@ def settings_of(optimizers: Sequence[Any], schedulers: Any) -> list[tuple[str, d
     settings: list[tuple[str, dict[str, Any]]] = []
     for number, optimizer in enumerate(optimizers):
         for group, options in enumerate(optimizer.param_groups):
-            rest = {name: value for name, value in options.items() if name != "params"}
+            rest = {name: _copied(value) for name, value in options.items() if name != "params"}
             settings.append((f"{type(optimizer).__name__} {number}, group {group}", rest))
     for number, scheduler in enumerate(flattened(schedulers or ())):
-        settings.append((f"{type(scheduler).__name__} {number}", scheduler.state_dict()))
-    return map_leaves(_copied, settings)
+        state = map_leaves(_copied_leaf, scheduler.state_dict())
+        settings.append((f"{type(scheduler).__name__} {number}", state))
+    return settings
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(value: Any) -> Any:
+    return value if type(value) in _PLAIN else map_leaves(_copied_leaf, value)
+
+
+def _copied_leaf(leaf: Any) -> Any:
     # A tensor by its own operation, since deepcopy reads memory, which one of a dry run lacks.
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
@@ -55,7 +61,9 @@ def plain_settings(settings: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[st
 def _plain(options: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in options.items():
         kind = type(value)
-        entries = [_as_number(entry) for entry in (value if kind in (list, tuple) else [value])]
+        entries = list(value) if kind in (list, tuple) else [value]
+        if not set(map(type, entries)) <= _PLAIN:
+            entries = [_as_number(entry) for entry in entries]
         if all(isinstance(entry, int | float | str | None) for entry in entries):
             yield name, kind(entries) if kind in (list, tuple) else entries[0]
 
@@ -81,7 +89,7 @@ def use_script_settings(model: Wrapped) -> None:
     Raises:
         CheckpointError: a scheduler does not count its steps.
     """
-    settings = iter(map_leaves(_copied, model.status.script_settings))
+    settings = iter(map_leaves(_copied_leaf, model.status.script_settings))
     for optimizer in model.optimizers:
         for group in optimizer.param_groups:
             for name, value in next(settings)[1].items():

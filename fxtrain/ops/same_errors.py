@@ -115,7 +115,7 @@ def collect_with_errors(
     if ctx.world_size == 1:
         rows = [own]
     else:
-        call = ("collect", "")
+        call = ("gather_objects", "dst=0")
         blobs = collect_payloads(ctx, call, dump(own, ctx))
         try:
             rows = unpickle_all(call[0], dict(enumerate(blobs)), ctx, sure=True)

@@ -87,4 +87,4 @@ def test_data_that_ends_is_an_error():
             fx.step(ctx, batch, fns)
 
     choice = fx.tuning.choose(train, world=2, device="H100", rows=64, keep=["strategy"])
-    assert choice.table == () and "the data ends before" in choice.advice
+    assert choice.table == () and "fewer rows or updates than asked" in choice.advice

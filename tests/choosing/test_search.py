@@ -110,7 +110,7 @@ def test_data_that_ends_is_a_reason():
         return attrs.evolve(run, updates=1) if world > 1 else run
 
     choice = searched(program=short)
-    assert choice.table == () and "the data ends before" in choice.advice
+    assert choice.table == () and "fewer rows or updates than asked" in choice.advice
 
 
 def test_an_error_of_the_program_under_some_plan_is_a_reason():

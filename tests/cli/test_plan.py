@@ -181,7 +181,7 @@ def test_an_example_runs_as_it_is(tmp_path, capsys):
     words = ["plan", "--world", "16", "--save", str(saved), str(ROOT / "examples" / "chars.py")]
     assert main(words) == Exit.WELL
     found = fx.state.loads(saved.read_text(), fx.state.DryRun)
-    assert {row.kind for row in found.step} == {"all_reduce", "all_gather"}
+    assert {row.kind for row in found.step} == {"all_reduce", "send", "recv"}
     assert {row.ranks for row in found.step} == {16}
 
 

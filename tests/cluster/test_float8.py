@@ -194,7 +194,7 @@ def _told(ctx, plan):
 def test_gathering_in_float8_needs_fsdp(pair):
     one, other = pair.run(_told, plan_of(GATHERED, fx.DDP()))
     assert one == other
-    assert "Float8(gather='fp8'): only FSDP gathers weights" in one[0] and one[1]
+    assert "Float8(gather='fp8'): DDP gathers no weights" in one[0] and one[1]
 
 
 def test_pipelines_refuse(pair):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import _muon
 
 import fxtrain as fx
-from fxtrain.backends.core import muon
+from fxtrain.backends import muon
 from fxtrain.backends.deepspeed.setup import single_optimizer
 from fxtrain.testing import Transformer, count_collectives
 from fxtrain.testing.training import on_mesh

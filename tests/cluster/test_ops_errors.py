@@ -118,7 +118,7 @@ def _saves_alone(ctx, path):
 
 def test_a_mismatch_inside_a_public_function_names_that_function(pair, tmp_path):
     for error in pair.outcomes(_saves_alone, str(tmp_path)):
-        named = r"rank 0: save at .*test_ops_errors.py:\d+, which calls gather_objects\(\)\n"
+        named = r"rank 0: save at .*test_ops_errors.py:\d+, which calls gather_objects\(dst=0\)\n"
         assert re.search(named + r"  rank 1: barrier\(\) at .*test_ops_errors.py:\d+\n", str(error))
 
 

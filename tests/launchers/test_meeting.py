@@ -372,7 +372,7 @@ def test_a_deleted_state_is_an_error_at_once():
 
 
 def test_a_store_that_does_not_answer_is_an_error(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_STORE_REPLY_S", 0.0)
 
     class Silent:
         def compare_set(self, *words):

@@ -26,7 +26,7 @@ from fxtrain.launchers.outcome import Failure, LaunchResult, describe, find_fail
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """Nodes wait for what others tell, however slow this machine is."""
-    monkeypatch.setattr(agents, "_LOOK_S", 60.0)
+    monkeypatch.setattr(agents, "_REPORT_S", 60.0)
 
 
 def _nodes(count, store=None):

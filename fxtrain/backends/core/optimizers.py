@@ -89,8 +89,7 @@ def make_optimizers(
     params = Params(
         (plain_name(name), p) for name, p in module.named_parameters() if p.requires_grad
     )
-    with _extensions.matrices_named(params.named()):
-        objects = factory(params)
+    objects = _made(factory, params)
     optimizers = _checked_list(objects, torch.optim.Optimizer, "optimizer", _FACTORY)
     _refuse_closures(optimizers)
     every: list[torch.optim.Optimizer] = []
@@ -99,9 +98,12 @@ def make_optimizers(
             every.append(_on_host(each, module, strategy, change))
         else:
             _prepare_small_states(each)
-            every.append(
-                _extensions.divide_muon(each, ctx, replicas) if change is None else change(each)
-            )
+            if change is not None:
+                every.append(change(each))
+            elif type(each) is torch.optim.Muon:
+                every.append(_extensions.divide_muon(each, ctx, replicas))
+            else:
+                every.append(each)
     for each in every:
         _disable_foreach(each)
     if all(new is old for new, old in zip(every, optimizers, strict=True)):
@@ -109,6 +111,16 @@ def make_optimizers(
     if isinstance(objects, Mapping):
         return dict(zip(objects, every, strict=True)), tuple(every)
     return (every if isinstance(objects, list | tuple) else every[0]), tuple(every)
+
+
+def _made(factory: Callable[[Params], Any], params: Params) -> Any:
+    """What a factory returns; an error that names what torch's Muon does not take."""
+    try:
+        return factory(params)
+    except ValueError as error:
+        if "Muon only supports 2D" not in str(error):
+            raise
+        raise _extensions.not_matrices(params.named()) from error
 
 
 def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:

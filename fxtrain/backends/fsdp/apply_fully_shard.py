@@ -171,7 +171,8 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         _extensions.gather_in_float8(module, float8)
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
-    _extensions.expose_positions(module, ctx, plan)
+    if plan.context is not None:
+        _extensions.expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx, hooked=True)
     averages: list[Any] = []
     if ctx.axis("loss").world_size > 1:

@@ -40,7 +40,8 @@ _ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     config: FSDP = plan.strategy
     problems = [*xla_problems(ctx, "FSDP"), *unused_axes(ctx, "FSDP", ("pipeline",))]
-    problems += _extensions.sequence_problems(ctx, plan, module)
+    if plan.context is not None or ctx.mesh.context > 1:
+        problems += _extensions.sequence_problems(ctx, plan, module)
     problems += sharding_problems(ctx, config, module)
     if config.expert is not None and plan.local is not None:
         problems.append(

@@ -19,6 +19,7 @@ from fxtrain.ops.transport.exchange import (
     settle,
     summary_of,
 )
+from fxtrain.ops.transport.messages import Comparison, Messages
 from fxtrain.state import DistContext
 
 T = TypeVar("T")
@@ -93,10 +94,13 @@ def _watch(ctx: DistContext, state: CallState) -> None:
             exchange, group = state.in_flight, state.device_group
             if exchange is None or group is None or not is_deferred(exchange):
                 continue
-            if exchange is aborted or not exchange.work.is_completed():
+            work = exchange.work
+            if isinstance(work, Comparison | Messages):  # the caller waits for it
+                continue
+            if exchange is aborted or not work.is_completed():
                 continue
             try:
-                exchange.work.wait(timedelta(seconds=_LOOK_S))
+                work.wait(timedelta(seconds=_LOOK_S))
                 differ = summary_of(ctx, state, exchange).differ
             except RuntimeError:  # a rank was lost: the next call says so
                 differ = True

@@ -52,7 +52,7 @@ from fxtrain.state.parsing import parse_json
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
-_LOOK_S = 0.5  # for another node to report that it failed first
+_REPORT_S = 0.5  # for another node to report that it failed first
 _CAUSE_S = 2.0  # for a rank to write why it fails, after a peer that lost it has ended
 _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
@@ -124,7 +124,7 @@ class NodeEnds:
         """
         if self.count == 1:
             return ""
-        return self._asked(2 * _LOOK_S, lambda: self._first(self.report(local_end)))
+        return self._asked(2 * _REPORT_S, lambda: self._first(self.report(local_end)))
 
     def _first(self, local_end: NodeEnd) -> str:
         start = time.monotonic()
@@ -137,7 +137,7 @@ class NodeEnds:
             before = first.number - 1 <= sum(
                 end.number < first.number for end in (*others, local_end)
             )
-            late = time.monotonic() - start > _LOOK_S
+            late = time.monotonic() - start > _REPORT_S
             if (before and first.distance == 0) or late or len(others) == self.count - 1:
                 return "" if first is local_end else first.text
             time.sleep(_POLL_INTERVAL_S)
@@ -195,15 +195,15 @@ class NodeEnds:
 
     def interrupt(self) -> None:
         """Report that ranks of this node are ended to start again."""
-        self._asked(_LOOK_S, lambda: self.store.set("interrupted", ""))
+        self._asked(_REPORT_S, lambda: self.store.set("interrupted", ""))
 
     def interrupted(self) -> bool:
         """Whether another node ends its ranks to start them again."""
-        return bool(self._asked(_LOOK_S, lambda: self.store.check(["interrupted"])))
+        return bool(self._asked(_REPORT_S, lambda: self.store.check(["interrupted"])))
 
     def reported(self) -> str:
         """What other nodes reported of their failures; empty if they reported nothing."""
-        ends = self._asked(_LOOK_S, lambda: [*map(self._end_of, self._others())])
+        ends = self._asked(_REPORT_S, lambda: [*map(self._end_of, self._others())])
         return min((end.text for end in ends or () if end and end.text), default="")
 
     def _asked(self, patience_s: float, question: Callable[[], Any]) -> Any:

@@ -43,7 +43,7 @@ T = TypeVar("T")
 _EMPTY = "none"
 _OTHER_SECRET = "fxtrain.other_secret."  # under which a node says so that has another one
 _POLL_INTERVAL_S = 0.05
-_ANSWER_S = 5.0  # for the store to answer, which has no time limit of its own
+_STORE_REPLY_S = 5.0  # for the store to answer, which has no time limit of its own
 _LATE_S = 4.0  # for a late answer, when the ranks have ended and start again
 _SILENT_S = 5.0  # until the launcher says for which nodes it waits
 # Errors when reading JSON of another structure.
@@ -114,7 +114,7 @@ class ElasticRendezvous:
         last_call_s = float(options.get("last_call_timeout", 30))
         beats = options.get("keep_alive_interval", 5), options.get("keep_alive_max_attempt", 3)
         # Until a node that was lost is noticed; those that joined with it wait no longer for it.
-        self.noticed_s = float(beats[0]) * float(beats[1]) + _ANSWER_S
+        self.noticed_s = float(beats[0]) * float(beats[1]) + _STORE_REPLY_S
         store.set_timeout(timedelta(seconds=self.noticed_s))
         backend = StateBackend(store, config.run_id, config.max_nodes, last_call_s)
         params = RendezvousParameters(
@@ -392,9 +392,9 @@ class StateBackend(dynamic.RendezvousBackend):
             # In a thread: a request to a store whose machine is gone may never return.
             self._question = threading.Thread(target=ask, name="fxtrain store", daemon=True)
             self._question.start()
-            self._question.join(_ANSWER_S)
+            self._question.join(_STORE_REPLY_S)
         if not answers and not errors:
-            raise RendezvousConnectionError(f"no answer within {_ANSWER_S:.0f} s.")
+            raise RendezvousConnectionError(f"no answer within {_STORE_REPLY_S:.0f} s.")
         if errors and isinstance(errors[0], RendezvousStateError):
             raise errors[0]
         if errors:
