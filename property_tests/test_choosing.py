@@ -11,6 +11,8 @@ import fxtrain as fx
 from tests.choosing._programs import DEVICE, Net, question, searched
 from tests.profiling._dry_runs import DRY_DDP
 
+# Plans whose steps are equally long differ by the rounding of at most thousands of terms.
+_ROUNDED = 1 + 1e4 * 2**-52
 FACTORS = st.floats(1, 8)
 MEMORY = st.integers(5_000_000, 60_000_000)
 ASKED = st.builds(
@@ -32,7 +34,7 @@ def test_more_memory_never_makes_the_choice_slower(asked, memory, factor):
         searched(asked, attrs.evolve(DEVICE, memory=int(size)), most=10**6)
         for size in (memory, memory * factor)
     )
-    assert _seconds(large) <= _seconds(small)
+    assert _seconds(large) <= _ROUNDED * _seconds(small)
 
 
 @settings(max_examples=15)
@@ -44,9 +46,8 @@ def test_faster_links_never_make_the_choice_slower(asked, memory, links, nodes):
         link_bandwidth=links * slow.link_bandwidth,
         node_bandwidth=nodes * slow.node_bandwidth,
     )
-    assert _seconds(searched(asked, fast, most=10**6)) <= _seconds(
-        searched(asked, slow, most=10**6)
-    )
+    slower = _seconds(searched(asked, slow, most=10**6))
+    assert _seconds(searched(asked, fast, most=10**6)) <= _ROUNDED * slower
 
 
 def _train(ctx, size, plan):
