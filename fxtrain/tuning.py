@@ -18,7 +18,10 @@ from fxtrain import ops
 from fxtrain._record import record, shown
 from fxtrain.backends.core.device_mesh import separate_meshes
 from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
-from fxtrain.choosing import SHORT, Choice, ChoiceRow, Question, run_function, search
+from fxtrain.choosing.candidates import Question
+from fxtrain.choosing.report import Choice, ChoiceRow
+from fxtrain.choosing.searching import search
+from fxtrain.choosing.trials import SHORT, run_function
 from fxtrain.data import Sharded
 from fxtrain.errors import CollectiveError, PlanError, StepError
 from fxtrain.loop.evaluating import Mean

@@ -14,7 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fxtrain._reading import write_file
-from fxtrain.choosing import Choice, Look, Question, Trial, batch_size, search
+from fxtrain.choosing.candidates import Question, Trial
+from fxtrain.choosing.report import Choice
+from fxtrain.choosing.searching import search
+from fxtrain.choosing.trials import Look, batch_size
 from fxtrain.cli.output import Exit, report, save_picture, warn
 from fxtrain.errors import PlanError
 from fxtrain.launchers.child import become
