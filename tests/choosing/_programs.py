@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.choosing.candidates import Question
+from fxtrain.choosing.candidates import Question, least_memory
 from fxtrain.choosing.searching import search
-from fxtrain.choosing.candidates import least_memory
 from fxtrain.state import DryRun, Memory, Operator, Traffic
 from fxtrain.state.mesh import resolve_mesh
 
