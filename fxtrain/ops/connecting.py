@@ -2,7 +2,8 @@
 
 import atexit
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -137,6 +138,19 @@ def set_defaults(variables: Mapping[str, str]) -> None:
     """Set variables of this process that are not set, for libraries that have no other settings."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def connecting_at_once() -> Iterator[None]:
+    """A block in which gloo groups connect when they open, and not when a rank first sends."""
+    usual = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if usual is not None:
+            os.environ[_LAZY] = usual
 
 
 def plan_variables() -> dict[str, str]:

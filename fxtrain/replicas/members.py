@@ -29,7 +29,7 @@ from fxtrain._addresses import find_route
 from fxtrain._optional import optional
 from fxtrain._record import record
 from fxtrain.errors import CollectiveError, PlanError
-from fxtrain.ops.connecting import set_defaults
+from fxtrain.ops.connecting import connecting_at_once, set_defaults
 from fxtrain.state import DiLoCo, DistContext, LocalSGD
 
 _BUCKET_BYTES = 64 << 20
@@ -337,7 +337,8 @@ def _watched_group(torchft: Any, beats: Heartbeats, timeout: timedelta, *, on_gp
         ) -> None:
             beats.stop()
             before = open_sockets().items()
-            super().configure(store_addr, name, rank, world_size, quorum, *more)
+            with connecting_at_once():  # so that these are all connections of the group
+                super().configure(store_addr, name, rank, world_size, quorum, *more)
             if world_size == 1:
                 return
             connections = open_sockets().items() - before

@@ -94,8 +94,9 @@ def test_a_replica_is_killed_and_comes_back(lighthouse, tmp_path, strategy, rank
         for line in other.lines("update"):
             if line["update"] in survivor:  # else it is newer than the last line of the other
                 assert line["digest"] == survivor[line["update"]]["digest"]
-    saved = fx.latest(tmp_path / "run")
-    assert saved is not None and fx.checkpoint.verify(saved).position.updates % 10 == 0
+    # After each 10 updates, or when a replica was healed past that many and then is replica 0.
+    position = fx.checkpoint.verify(fx.latest(tmp_path / "run")).position
+    assert position.updates >= 10 and position.samples == 8 * ranks * position.updates
 
 
 @pytest.mark.slow
@@ -160,9 +161,9 @@ def test_a_frozen_replica_is_given_up_and_comes_back(lighthouse, tmp_path, strat
         frozen = time.time()
         alone = first.wait_for(lambda line: line["time"] > frozen and line["live"] == 1)
         assert alone["time"] - frozen < 10 * patience()
-        assert re.search(
-            r"has shown no sign of life for [\d.]+ s and is given up", first.out.read_text()
-        )
+        # Frozen between updates, it is left out by the lighthouse, before anyone waits for it.
+        given_up = "has shown no sign of life for [\\d.]+ s and is given up"
+        assert alone["attempts"] == 1 or re.search(given_up, first.out.read_text())
         if ranks == 1:  # the other ranks of a larger one have given it up by now
             os.kill(frozen_rank["pid"], signal.SIGCONT)
             again = first.wait_for(
