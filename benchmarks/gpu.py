@@ -1,13 +1,14 @@
-"""One GPU: steps, transformers in bf16, float8 and quantized, FSDP, the loader, saving, gathering.
+"""GPUs: steps, transformers in bf16, float8 and quantized, FSDP, DDP, loader, saving, gathering.
 
 Prints tables, and writes their numbers to gpu.json in the current folder. Parts may be named, so
 that a run of limited length can continue where another ended. With FXTRAIN_GPU_TESTS_ON=cpu, tiny
 versions run on the CPU, to find mistakes before a GPU is at hand; nothing is written.
 
-python -m benchmarks.gpu [step] [transformer] [fsdp] [loader] [save] [gather] [float8]
-                         [quantized]
+python -m benchmarks.gpu [step] [transformer] [fsdp] [loader] [save] [gather] [overlap]
+                         [float8] [quantized]
 """
 
+import functools
 import importlib.util
 import shutil
 import sys
@@ -252,12 +253,55 @@ def _gather_times(ctx):
     return timed(runs, rounds=30, each=20)
 
 
+def overlap():
+    """How much of DDP's all-reduce hides behind backward, on all GPUs, and a check of `fx.fit`."""
+    alone = SMALL or torch.cuda.device_count() < 2
+    count = 2 if alone else torch.cuda.device_count()
+    ranks = Cluster(count, device=DEVICE, library="gloo" if alone else None, call_s=300)
+    times = ranks.run(_overlap_times)[0]
+    ranks.close()
+    report("overlap", f"DDP over {'gloo' if alone else 'NCCL'}, {count} ranks", times)
+
+
+def _overlap_times(ctx):
+    width, rows = (64, 8) if SMALL else (4096, 2048)
+    x = torch.randn(rows, width, device=ctx.device)
+
+    def build():
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(12))).to(ctx.device)
+
+    def loss(model):
+        return model(x).square().mean()
+
+    runs = {}
+    for unused in (False, True):
+        name = "unused parameters" if unused else "DDP"
+        net = nn.parallel.DistributedDataParallel(build(), find_unused_parameters=unused)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        runs[f"torch, {name}"] = functools.partial(_plain_step, net, optimizer, loss)
+        plan = fx.Plan(strategy=fx.DDP(unused_parameters=unused))
+        model = fx.wrap(
+            build(), ctx, plan, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0)
+        )
+        fns = fx.StepFns(model=model, loss=lambda model, batch: loss(model))
+        runs[f"fxtrain, {name}"] = functools.partial(fx.step, ctx, fx.batch(x, ctx, plan), fns)
+    runs["a check of fit"] = lambda: ops.any_rank(False, ctx)  # noqa: FBT003
+    return timed(runs, rounds=10, each=5)
+
+
+def _plain_step(net, optimizer, loss):
+    loss(net).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 PARTS = {
     "step": step,
     "transformer": transformer,
     "loader": loader,
     "save": save,
     "gather": gather,
+    "overlap": overlap,
     "fsdp": fsdp,
     "float8": float8,
     "quantized": quantized,
