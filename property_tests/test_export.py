@@ -20,6 +20,7 @@ from fxtrain.models.safetensors_files import read_header
 from fxtrain.ops.tensor_bytes import DTYPE_NAMES
 from tests.checkpoint._ranks import ready
 from tests.checkpoint._runs import bits
+from tests.profiling._dry_runs import OLD_TORCH
 
 STORED = [dtype for dtype in DTYPE_NAMES.values() if not dtype.is_complex]
 ON_RANKS = settings(
@@ -171,7 +172,10 @@ def _spread_round_trip(ctx, folder, specs, limit, sharded):
     mesh = init_device_mesh("cpu", (ctx.world_size,))
     whole = {f"w{place}": _make(spec) for place, (spec, _) in enumerate(specs)}
     ways = [
-        Shard(dim) if dim < len(spec[0]) and spec[0][dim] else Replicate() for spec, dim in specs
+        Shard(dim)
+        if dim < len(spec[0]) and spec[0][dim] and not (OLD_TORCH and 0 in spec[0])
+        else Replicate()  # old: torch fails to gather empty shards of different shapes
+        for spec, dim in specs
     ]
     spread = {
         name: distribute_tensor(tensor.clone(), mesh, [way], src_data_rank=None)
