@@ -2,9 +2,9 @@
 
 Sources, read for this file:
 - torchtitan: github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at
-  31a17bf: tables 1 to 6. H100 with 96 GB HBM2e of 2.4 TB/s and a power limit of 500 W. Asynchronous
-  tensor parallelism is left out, since fxtrain has none; micro-batches of pipelines are not in the
-  tables, and taken to be torchtitan's default, one per stage.
+  31a17bf: tables 1 to 6. H100 with 96 GB HBM2e of 2.4 TB/s and a power limit of 500 W. Rows
+  with asynchronous tensor parallelism, which fxtrain does not have, are not used. The tables do not
+  name the micro-batches of pipelines; torchtitan's default, one per stage, is assumed.
 - torchtitan-h200: benchmarks/llama3_8b_h200_2025-06_torchtitan.md at bcdeaa3.
 - Megatron-LM: arXiv:2104.04473, table 1. Rows of 2048 tokens, fp16, recomputation. Micro-batches
   are not in the table; assumed are 4, 2 and 1 for one, up to eight, and more stages.

@@ -22,6 +22,7 @@ from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain._host_memory import available_memory
 from fxtrain.meters import memory
+from fxtrain.ops.devices import synchronize
 from fxtrain.profiling.operators import operator_call
 from fxtrain.state import Device, DistContext, loads, write_record
 from fxtrain.state.mesh import AXES
@@ -48,16 +49,11 @@ def median_s(call: Callable[[], object], ctx: DistContext, each_s: float = _EACH
 
 
 def _once(call: Callable[[], object], ctx: DistContext) -> float:
-    _wait(ctx)
+    synchronize(ctx)
     started = time.perf_counter()
     call()
-    _wait(ctx)
+    synchronize(ctx)
     return time.perf_counter() - started
-
-
-def _wait(ctx: DistContext) -> None:
-    if ctx.device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def product_rate(ctx: DistContext, dtype: torch.dtype, each_s: float = _EACH_S) -> float:

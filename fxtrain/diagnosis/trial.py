@@ -16,6 +16,7 @@ import fxtrain as fx
 from fxtrain import ops
 from fxtrain.diagnosis.environment import clock_problems, fact_problems, facts_here
 from fxtrain.errors import FxError
+from fxtrain.ops.devices import synchronize
 from fxtrain.state import DistContext, Plan
 
 _SMALL = 2  # float32 entries
@@ -84,17 +85,12 @@ def measure(name: str, ctx: DistContext, *, mib: float) -> dict[str, Any]:
 
 def _time(call: Call, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
     call(tensor, ctx)  # the first call of a kind opens connections
-    _synchronize(ctx)
+    synchronize(ctx)
     started = time.perf_counter()
     for _ in range(_REPEAT[kind]):
         call(tensor, ctx)
-    _synchronize(ctx)
+    synchronize(ctx)
     return (time.perf_counter() - started) / _REPEAT[kind]
-
-
-def _synchronize(ctx: DistContext) -> None:
-    if ctx.device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def fit_line(ctx: DistContext, plan: Plan) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_a_frozen_replica_is_given_up_and_comes_back(lighthouse, tmp_path, strat
         frozen = time.time()
         alone = first.wait_for(lambda line: line["time"] > frozen and line["live"] == 1)
         assert alone["time"] - frozen < 10 * patience()
-        # Frozen between updates, it is left out by the lighthouse, before anyone waits for it.
+        # If it froze between two updates, the lighthouse leaves it out before a rank waits for it.
         given_up = "has shown no sign of life for [\\d.]+ s and is given up"
         assert alone["attempts"] == 1 or re.search(given_up, first.out.read_text())
         if ranks == 1:  # the other ranks of a larger one have given it up by now
