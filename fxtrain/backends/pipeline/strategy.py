@@ -32,8 +32,8 @@ from fxtrain.backends.pipeline.generation import generate
 from fxtrain.backends.pipeline.partition import (
     SCHEDULES,
     bubble_share,
+    micro_batches_of,
     parts_for,
-    parts_of,
     pipeline_problems,
 )
 from fxtrain.backends.pipeline.stage import ReceivedFakes
@@ -552,7 +552,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     shards=_shards,
     in_host_memory=_in_host_memory,
     overlapped=_overlapped,
-    parts=parts_of,
+    parts=micro_batches_of,
     bubble=bubble_share,
     one_rank=False,
     waits_in_forward=True,
