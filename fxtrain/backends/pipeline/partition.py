@@ -98,7 +98,7 @@ def partition_of(module: nn.Module, config: PP, ranks: int) -> Partition:
     )
 
 
-def micro_batches_of(plan: Plan, mesh: Mesh) -> int:
+def microbatch_count(plan: Plan, mesh: Mesh) -> int:
     """The micro-batches into which a plan splits a rank's batch."""
     config: PP = plan.strategy
     return config.microbatches or mesh.pipeline * _per_rank(config)
@@ -112,7 +112,7 @@ def bubble_share(plan: Plan, mesh: Mesh) -> float:
     fills two thirds; the README of DeepSeek's DualPipe for dualpipe_v.
     """
     config: PP = plan.strategy
-    rounds = micro_batches_of(plan, mesh) * _per_rank(config)
+    rounds = microbatch_count(plan, mesh) * _per_rank(config)
     return SCHEDULES[config.schedule].bubble * (mesh.pipeline - 1) / rounds
 
 

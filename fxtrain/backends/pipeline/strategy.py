@@ -32,7 +32,7 @@ from fxtrain.backends.pipeline.generation import generate
 from fxtrain.backends.pipeline.partition import (
     SCHEDULES,
     bubble_share,
-    micro_batches_of,
+    microbatch_count,
     parts_for,
     pipeline_problems,
 )
@@ -552,7 +552,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     shards=_shards,
     in_host_memory=_in_host_memory,
     overlapped=_overlapped,
-    parts=micro_batches_of,
+    parts=microbatch_count,
     bubble=bubble_share,
     one_rank=False,
     waits_in_forward=True,
