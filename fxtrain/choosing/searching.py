@@ -47,7 +47,8 @@ _IGNORED = (
 )
 _NO_NEED = "splits layers or stages of a model that half a device holds, with rows for every rank"
 _FEWER_ROWS = (
-    "fewer rows or updates than asked: the data ends, or the program takes another batch size"
+    "fewer rows or updates than asked: the data ends, or the program takes another batch size. "
+    "Use more data or fewer rows of an update, and the batch size that the program is given"
 )
 
 
@@ -260,7 +261,8 @@ class _Search:
         """The smallest change with which a plan would fit, or why none ran."""
         if not self.results:
             if not self.least:
-                return f"Every plan was dropped: {'; '.join(self.dropped)}."
+                ((reason, _),) = self.dropped.most_common(1)
+                return f"Every plan was dropped, most of them for this reason: {reason}."
             ranks = self.question.world * math.ceil(min(self.least) / self.memory)
             return (
                 f"Parameters, gradients and optimizer states need at least "
@@ -270,7 +272,8 @@ class _Search:
         smallest = min(self.results, key=lambda result: result.memory)
         needed = smallest.memory / USABLE
         row = smallest.row(self.device)
-        named = [f" ({device.name})" for device in DEVICES.values() if device.memory >= needed]
+        known = sorted(DEVICES.values(), key=lambda device: device.memory)
+        named = [f" ({device.name})" for device in known if device.memory >= needed]
         return (
             f"The smallest plan, {name_row(row)}, needs {show_bytes(row.memory)} of each rank, and "
             f"{show_bytes(int(self.memory))} can be used. Use a device with "

@@ -83,7 +83,7 @@ def test_where_nothing_fits_the_smallest_change_is_named():
     choice = searched(asked, device=_with(memory=20_000_000))
     assert choice.table == () and choice.tried == 1
     assert "needs 24.0 MB of each rank, and 18.0 MB can be used" in choice.advice
-    assert "Use a device with 26.7 MB (A100)" in choice.advice
+    assert "Use a device with 26.7 MB (T4)" in choice.advice
 
 
 def test_other_devices_are_compared():
