@@ -9,10 +9,9 @@ Every figure was compared with its source, in November 2026:
   default, one per stage, is assumed.
 - torchtitan-h200: benchmarks/llama3_8b_h200_2025-06_torchtitan.md at bcdeaa3.
 - Megatron-LM: arXiv:2104.04473, table 1. Section 5.1: rows of 2048 tokens, recomputation, and
-  interleaved schedules, which send a part of each tensor between nodes and gather it inside one;
-  fxtrain sends it whole. Micro-batches and stages of a rank are not in the paper; assumed are 4, 2
-  and 1 rows for one, up to eight, and more ranks of a pipeline, and the fewest stages that divide
-  the layers.
+  schedules that send a part of each tensor between nodes and gather it inside one; fxtrain sends it
+  whole. The rows of a micro-batch and the stages of a rank are in its authors' script:
+  github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh at 79a3bb6.
 """
 
 import statistics
@@ -186,21 +185,20 @@ def _titan(
 
 def _megatron(
     name: str, heads: int, width: int, depth: int, tensor: int, pipeline: int, gpus: int,
-    batch: int, published: float,
+    batch: int, rows: int, chunks: int, published: float,
 ) -> Row:  # fmt: skip
     copies = gpus // (tensor * pipeline)
-    rows = 4 if pipeline == 1 else 2 if pipeline <= 8 else 1
     styles = tuple(style for style in _STYLES if not style.modules.endswith("gate"))
     split = fx.TP(styles=styles, loss=True) if tensor > 1 else None
     strategy: Any = fx.FSDP(mode="none", tensor=split) if split else fx.DDP()
     windows = batch // copies // rows
     if pipeline > 1:
-        layers = depth // pipeline
-        loops = next(count for count in range(2, layers + 1) if layers % count == 0)
         strategy = fx.PP(
-            schedule="interleaved_1f1b", stages=split and strategy, microbatches=windows,
-            stages_per_rank=loops,
-        )  # fmt: skip
+            stages=strategy,
+            schedule="1f1b" if chunks == 1 else "interleaved_1f1b",
+            stages_per_rank=chunks,
+            microbatches=windows,
+        )
     plan = fx.Plan(
         strategy=strategy,
         precision="fp16",
@@ -236,16 +234,16 @@ def table() -> list[Row]:
         _titan("6: 32k tokens", "405B", 76, shard=8, tensor=8, pipeline=8, rows=1, length=32768),
         _titan("8B, 32 H200", "8B", 10938, shard=32, full=False, table="torchtitan-h200"),
         _titan("8B, 64 H200", "8B", 10753, shard=64, full=False, table="torchtitan-h200"),
-        _megatron("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
-        _megatron("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
-        _megatron("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142),
-        _megatron("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
-        _megatron("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138),
-        _megatron("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140),
-        _megatron("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148),
-        _megatron("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155),
-        _megatron("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163),
-        _megatron("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163),
+        _megatron("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
+        _megatron("3.6B", 32, 3072, 30, 2, 1, 64, 512, 16, 1, 138),
+        _megatron("7.5B", 32, 4096, 36, 4, 1, 128, 512, 16, 1, 142),
+        _megatron("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 8, 1, 135),
+        _megatron("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 4, 1, 138),
+        _megatron("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 2, 3, 140),
+        _megatron("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 2, 2, 148),
+        _megatron("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 1, 2, 155),
+        _megatron("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 1, 3, 163),
+        _megatron("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163),
     ]  # fmt: skip
 
 
