@@ -150,7 +150,10 @@ class _Search:
             if problem := about["refused"].get(str(number)):
                 self.drop(problem)
             elif not allowed:
-                self.drop(f"the {self.rows:,} rows of an update are not divisible among the ranks")
+                self.drop(
+                    f"the {self.rows:,} rows of an update are not divisible among the ranks. Use a "
+                    f"multiple of the world size"
+                )
             elif least > self.memory:
                 self.least.append(least)
                 self.drop("parameters, gradients and optimizer states alone do not fit")

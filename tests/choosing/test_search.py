@@ -183,6 +183,17 @@ def test_answers_are_kept_until_a_file_changes(tmp_path):
     assert answer() == first and len(calls) == 2
 
 
+def test_answers_are_kept_by_the_rows_of_an_update(tmp_path):
+    def update(rows):
+        program, attempt = _Counted(()), (fx.Plan(), 2)
+        answer = dry_runs(program, attempt, 1, question(rows=rows), str(tmp_path))
+        return answer["about"]["update"]
+
+    _Counted.calls = []
+    assert [update(rows) for rows in (64, 32, None, 64)] == [64, 32, 16, 64]
+    assert len(_Counted.calls) == 3
+
+
 class _Counted:
     """A program with words, which can be sent to another process."""
 
