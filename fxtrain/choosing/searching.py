@@ -121,6 +121,7 @@ class _Search:
     results: list[_Result] = attrs.field(factory=list)
     dropped: Counter[str] = attrs.field(factory=Counter)
     least: list[float] = attrs.field(factory=list)  # bytes that dropped plans need
+    own_problem: str = ""  # why the user's plan was dropped
     runs: int = 0
 
     def begin(self, answer: Mapping[str, Any]) -> None:
@@ -147,23 +148,25 @@ class _Search:
         for number, lane in enumerate(lanes(self.question, about)):
             allowed = micro_batches(self.question, lane, self.rows, self.own)
             least = least_memory(lane, run.memory)
-            if problem := about["refused"].get(str(number)):
-                self.drop(problem)
+            if refused := about["refused"].get(str(number)):
+                problem = refused
             elif not allowed:
-                self.drop(
+                problem = (
                     f"the {self.rows:,} rows of an update are not divisible among the ranks. Use a "
                     f"multiple of the world size"
                 )
             elif least > self.memory:
                 self.least.append(least)
-                self.drop("parameters, gradients and optimizer states alone do not fit")
+                problem = "parameters, gradients and optimizer states alone do not fit"
             elif number and needs_no_split(lane, run.memory, self.question, self.memory, self.rows):
-                self.drop(_NO_NEED)
+                problem = _NO_NEED
             else:
                 attempt = with_rows(lane, self.rows, allowed[0])
                 seconds = estimated_seconds(lane, run.memory, compute_s, self.device)
                 late = _LATER if _offloads(attempt) else 0.0
                 self.add(seconds + late if number else 0.0, attempt)  # the user's own first
+                continue
+            self.drop(problem, own=not number)
 
     def add(self, seconds: float, attempt: Trial) -> None:
         """Queue a plan, unless it is known."""
@@ -171,8 +174,9 @@ class _Search:
             self.known.add(attempt)
             heapq.heappush(self.queue, (seconds, len(self.known), attempt))
 
-    def drop(self, reason: str, count: int = 1) -> None:
+    def drop(self, reason: str, count: int = 1, *, own: bool = False) -> None:
         """Count a reason; those that differ in numbers are one."""
+        self.own_problem = reason if own else self.own_problem
         plain = _NUMBER.sub("0", reason)
         same = next((text for text in self.dropped if _NUMBER.sub("0", text) == plain), reason)
         self.dropped[same] += count
@@ -195,7 +199,7 @@ class _Search:
         if isinstance(error, BrokenProcessPool):
             raise error
         if error is not None:  # of the program, under this plan
-            self.drop(f"{type(error).__name__}: {error}".splitlines()[0])
+            self.drop(f"{type(error).__name__}: {error}".splitlines()[0], own=not seconds)
             return
         answer = future.result()
         runs = {(rank, count): loads(text, DryRun) for count, rank, text in answer["runs"]}
@@ -204,9 +208,9 @@ class _Search:
         last = list(runs.values())[-1]
         expected = size * data_ranks(plan)
         if fatal:
-            self.drop(fatal[0].splitlines()[0])
+            self.drop(fatal[0].splitlines()[0], own=not seconds)
         elif last.updates < 2 or answer["about"].get("rows", expected) < expected:
-            self.drop(_FEWER_ROWS)
+            self.drop(_FEWER_ROWS, own=not seconds)
         elif not _is_followed(plan, last):
             self.drop(_IGNORED, 1 + len(self.queue))
             self.queue.clear()
@@ -264,8 +268,7 @@ class _Search:
         """The smallest change with which a plan would fit, or why none ran."""
         if not self.results:
             if not self.least:
-                ((reason, _),) = self.dropped.most_common(1)
-                return f"Every plan was dropped, most of them for this reason: {reason}."
+                return f"Every plan was dropped; your own, since: {self.own_problem}."
             ranks = self.question.world * math.ceil(min(self.least) / self.memory)
             return (
                 f"Parameters, gradients and optimizer states need at least "
