@@ -30,11 +30,12 @@ from fxtrain.choosing.candidates import (
     planned_trial,
 )
 from fxtrain.choosing.costs import StepCost, step_cost
+from fxtrain.choosing.devices import DEVICES, Device
 from fxtrain.choosing.report import Choice, ChoiceRow, name_row
 from fxtrain.choosing.trials import SHORT, Program, batch_size, dry_runs, workers
 from fxtrain.errors import PlanError
 from fxtrain.launchers.machine import usable_cores
-from fxtrain.state import DEVICES, Device, DryRun, Memory, Plan, loads, structure
+from fxtrain.state import DryRun, Memory, Plan, loads, structure
 from fxtrain.state.mesh import Mesh, resolve_mesh
 
 MOST_RUNS = 60
