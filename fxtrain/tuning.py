@@ -19,6 +19,7 @@ from fxtrain._record import record, shown
 from fxtrain.backends.core.device_mesh import separate_meshes
 from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
 from fxtrain.choosing.candidates import Question
+from fxtrain.choosing.devices import Device, read_device
 from fxtrain.choosing.report import Choice, ChoiceRow
 from fxtrain.choosing.searching import search
 from fxtrain.choosing.trials import SHORT, run_function
@@ -30,7 +31,7 @@ from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.profiling import place, read_bytes
-from fxtrain.state import DDP, Device, DistContext, Mesh, Plan, Wrapped, read_device
+from fxtrain.state import DDP, DistContext, Mesh, Plan, Wrapped
 from fxtrain.state.context import check_connected, simulated
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.state.registry import registered

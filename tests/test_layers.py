@@ -198,7 +198,6 @@ MUTABLE = {
     "fxtrain.data.sources._KnownEpoch": "the epoch that a dataset and its sampler know",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
-    "fxtrain.backends.core.gradient_buckets._Progress": "how far a forward and its backward are",
     "fxtrain.backends.xla.strategy.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.choosing.searching._Search": "the plans that are left to try, and what was found",

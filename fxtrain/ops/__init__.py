@@ -11,7 +11,6 @@ from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import Preemption, main_first, on_main, on_rank, preemption, say
 from fxtrain.ops.devices import fork_rng, seed
 from fxtrain.ops.logs import RankLogger, log
-from fxtrain.ops.mapping import map
 from fxtrain.ops.objects import (
     agree,
     all_ranks,
@@ -40,7 +39,7 @@ from fxtrain.ops.step_parts import (
 from fxtrain.ops.whole_tensors import save
 
 if TYPE_CHECKING:
-    from fxtrain._extensions import join_tokens, token_positions
+    from fxtrain._extensions import join_tokens, map, token_positions
 
 print = say  # not in __all__, since a star import would hide Python's own
 

@@ -14,6 +14,12 @@ from fxtrain.backends.core.initial_values import send_buffers
 from fxtrain.backends.core.module_changes import unknown_classes
 from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.deepspeed.config import ZERO, config_problems, partial_config
+from fxtrain.backends.deepspeed.config_file import (
+    WINDOW_ENTRIES,
+    fill_from_config,
+    is_enabled,
+    read_config,
+)
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
 from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.logs import log
@@ -30,7 +36,6 @@ from fxtrain.state import (
     Wrapped,
     unsupported,
 )
-from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, is_enabled, read_config
 
 
 def _prepare(action: str, ctx: DistContext, plan: Plan) -> Plan:
