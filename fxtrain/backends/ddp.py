@@ -389,6 +389,7 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     wrap=_wrap,
     one_rank=False,
     shards=_shards,
+    overlapped=lambda _: ("backward",),  # the next bucket while one is reduced
     sync=_sync,
     backward=_backward,
     apply=_apply,

@@ -180,6 +180,12 @@ class Strategy:
         outputs_everywhere: (plan) → whether a forward without gradients has outputs on every rank.
         shards: (plan, mesh) → over how many ranks parameters are split, and over how many the
             states of optimizers.
+        in_host_memory: (plan) → whether parameters, gradients and states of optimizers are there.
+        overlapped: (plan) → the passes, of "forward" and "backward", during which data ranks
+            exchange parameters or gradients as well.
+        parts: (plan, mesh) → into how many micro-batches a rank splits its batch.
+        bubble: (plan, mesh) → the time that a rank waits for other stages, as a share of its
+            forward and backward.
         one_rank: Whether it runs on one rank only.
         waits_in_forward: Whether a forward waits for other ranks than those of the context axis.
         grads_in_module: Whether gradients are those of the module's parameters, whole or as
@@ -231,6 +237,10 @@ class Strategy:
     raises_parameters: Callable[[Plan], bool] = lambda plan: plan.precision.compute != "fp32"
     outputs_everywhere: Callable[[Plan], bool] = lambda _: True
     shards: Callable[[Plan, Mesh], tuple[int, int]] = lambda _, __: (1, 1)
+    in_host_memory: Callable[[Plan], bool] = lambda _: False
+    overlapped: Callable[[Plan], tuple[str, ...]] = lambda _: ()
+    parts: Callable[[Plan, Mesh], int] = lambda _, __: 1
+    bubble: Callable[[Plan, Mesh], float] = lambda _, __: 0.0
     one_rank: bool = False
     waits_in_forward: bool = True
     grads_in_module: bool = False

@@ -274,12 +274,19 @@ def shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
     return size, size
 
 
+def overlapped(plan: Plan) -> tuple[str, ...]:
+    """Blocks are gathered while others compute; whole replicas reduce gradients in backward."""
+    return ("backward",) if plan.strategy.mode == "none" else ("forward", "backward")
+
+
 FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
     config=FSDP,
     raises_parameters=raises_parameters,
     shards=shards,
+    in_host_memory=lambda plan: plan.strategy.offload,
+    overlapped=overlapped,
     one_rank=False,
     waits_in_forward=True,
     gathers_weights=True,

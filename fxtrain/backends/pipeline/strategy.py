@@ -20,6 +20,7 @@ from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.module_changes import unused_axes
 from fxtrain.backends.fsdp.strategy import (
     loss_on_parts,
+    overlapped,
     raises_parameters,
     sharding_problems,
     shards,
@@ -28,7 +29,13 @@ from fxtrain.backends.fsdp.strategy import (
 )
 from fxtrain.backends.pipeline.batch_parts import join_rows, parts_of_batch, split_parts
 from fxtrain.backends.pipeline.generation import generate
-from fxtrain.backends.pipeline.partition import SCHEDULES, parts_for, pipeline_problems
+from fxtrain.backends.pipeline.partition import (
+    SCHEDULES,
+    bubble_share,
+    microbatch_count,
+    parts_for,
+    pipeline_problems,
+)
 from fxtrain.backends.pipeline.stage import ReceivedFakes
 from fxtrain.backends.pipeline.weights import (
     clip_norm,
@@ -526,6 +533,16 @@ def _shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
     return (1, 1) if plan.strategy.stages is None else shards(_of_config(plan), mesh)
 
 
+def _in_host_memory(plan: Plan) -> bool:
+    return plan.strategy.stages is not None and plan.strategy.stages.offload
+
+
+def _overlapped(plan: Plan) -> tuple[str, ...]:
+    """Stages that are replicas reduce their gradients once, after the schedule."""
+    sharded = plan.strategy.stages is not None and plan.strategy.stages.mode != "none"
+    return overlapped(_of_config(plan)) if sharded else ()
+
+
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
@@ -533,6 +550,10 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     raises_parameters=_raises_parameters,
     outputs_everywhere=lambda plan: plan.strategy.outputs == "all",
     shards=_shards,
+    in_host_memory=_in_host_memory,
+    overlapped=_overlapped,
+    parts=microbatch_count,
+    bubble=bubble_share,
     one_rank=False,
     waits_in_forward=True,
     grads_in_module=False,
