@@ -29,7 +29,7 @@ from fxtrain.loop.evaluating import Mean
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import place, read_bytes
 from fxtrain.state import DDP, DistContext, Mesh, Plan, Wrapped
 from fxtrain.state.context import check_connected, simulated
@@ -361,7 +361,9 @@ def _fits(
     # A rank that ran out of memory is why collectives of the others failed.
     if any(rows):
         return False
-    raise_together(problem, ctx)
+    with fail_together(ctx):
+        if problem is not None:
+            raise problem
     return True
 
 

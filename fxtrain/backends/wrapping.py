@@ -29,7 +29,7 @@ from fxtrain.errors import MeshError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.ops.micro_batches import uses_cuda_graphs
 from fxtrain.ops.optimizer_settings import plain_settings, settings_of
-from fxtrain.ops.plan_agreement import check_same_plan, plan_for
+from fxtrain.ops.plan_agreement import agree_on_plan, plan_for
 from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
@@ -113,7 +113,7 @@ def wrap(
             "scheduler": "none" if scheduler is None else "given",
             "strategy": "the plan's" if strategy is None else strategy.name,
         }
-        check_same_plan("wrap", ctx, plan, arguments)
+        agree_on_plan("wrap", ctx, plan, arguments)
     strategy = strategy_of(plan.strategy) if strategy is None else strategy
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
@@ -216,7 +216,7 @@ def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any, undo: Callable[
         # Stages of a pipeline may have groups of their own.
         among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
         try:
-            check_same_plan("wrap", among, plan, status.settings)
+            agree_on_plan("wrap", among, plan, status.settings)
         except BaseException:
             undo()
             raise

@@ -23,7 +23,7 @@ from fxtrain.ops.opening import duplicate
 from fxtrain.ops.padding import Padded, gather_valid, pad, unpad
 from fxtrain.ops.padding import gather_valid as gather_for_metrics
 from fxtrain.ops.restarts import restarting
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.schedules import schedule
 from fxtrain.ops.splitting import scatter, split
 from fxtrain.ops.step_parts import (
@@ -62,6 +62,7 @@ __all__ = [
     "close",
     "detect",
     "duplicate",
+    "fail_together",
     "fork_rng",
     "gather",
     "gather_for_metrics",
@@ -75,7 +76,6 @@ __all__ = [
     "on_rank",
     "pad",
     "preemption",
-    "raise_together",
     "reduce",
     "restarting",
     "save",

@@ -21,10 +21,10 @@ from fxtrain.backends.deepspeed.config_file import (
     read_config,
 )
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
-from fxtrain.errors import PlanError, StepError
+from fxtrain.errors import StepError
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import LoggedPlans, plan_changes
-from fxtrain.ops.same_errors import problem_of_ranks
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import (
     DeepSpeed,
     DistContext,
@@ -41,46 +41,26 @@ from fxtrain.state import (
 def _prepare(action: str, ctx: DistContext, plan: Plan) -> Plan:
     """The plan with its config's content, and the values that it leaves to the config.
 
-    Logs once what the config adds.
+    Logs once what the config adds. One exchange of packets for a config in a file, which may be
+    missing on some nodes; none for its text.
     """
     if plan.strategy.config is None:
         return plan
-    data = _config_on_ranks(action, ctx, plan.strategy)
+    from_file = not plan.strategy.config.startswith("{")
+    data: dict[str, Any] = {}
+    with fail_together(ctx if from_file else None):
+        data = read_config(plan.strategy)
     read = attrs.evolve(plan, strategy=attrs.evolve(plan.strategy, config=data))
     filled = fill_from_config(read, data, ctx.axis("data").world_size)
     known = ctx.comm.slot(LoggedPlans)
-    if filled != read and filled not in known and not _only_planned(ctx):
+    only_checked = ctx.comm.simulated and ctx.comm.control is None  # before a launch
+    if filled != read and filled not in known and not only_checked:
         known.add(filled)
         log(ctx, "fxtrain.plan").info(
             "fx.%s takes from the DeepSpeed config what the plan leaves at its default: %s.",
             *(action, plan_changes(read, filled)),
         )
     return filled
-
-
-def _only_planned(ctx: DistContext) -> bool:
-    """Whether a context has no process group, as one by which a launch is checked."""
-    return ctx.comm.simulated and ctx.comm.control is None
-
-
-def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict[str, Any]:
-    """The content of a DeepSpeed config, which every rank can read or none.
-
-    One exchange of packets for a file, which may be missing on some nodes; none for its text, nor
-    without a group of ranks, as where a launch is checked before it starts.
-    """
-    data: dict[str, Any] = {}
-    problem = ""
-    try:
-        data = read_config(strategy)
-    except PlanError as error:
-        problem = error.message
-    from_file = strategy.config is not None and not strategy.config.startswith("{")
-    if from_file and not _only_planned(ctx):
-        problem = problem_of_ranks(f"{action}, to read a DeepSpeed config", problem, ctx)
-    if problem:
-        raise PlanError(problem)
-    return data
 
 
 def _without_batch(plan: Plan) -> Plan:

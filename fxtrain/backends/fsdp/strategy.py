@@ -180,12 +180,7 @@ def _wrap(
 
 @contextmanager
 def undone_together(undo: Callable[[], None], ctx: DistContext) -> Iterator[None]:
-    """A block after which, if it fails on a rank, all of them gather the parameters again.
-
-    Raises:
-        Exception: this rank's own.
-        CollectiveError: another rank's failed.
-    """
+    """A block of `fail_together` after whose failure all ranks gather the parameters again."""
     try:
         with fail_together(ctx):
             yield

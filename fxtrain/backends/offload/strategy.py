@@ -131,7 +131,7 @@ def wrap_streamed(
         copy: Copy streamed units to their device, also if that is the CPU.
     """
     config: Offload = plan.strategy
-    with fail_together(ctx if ctx.world_size > 1 else None, "wrap"):
+    with fail_together(ctx, "wrap"):
         placement = config.placement or _compute_placement(
             config, module, ctx, trains=optimizer is not None
         )
