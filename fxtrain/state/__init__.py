@@ -25,6 +25,7 @@ from fxtrain.state.precision import (
 )
 from fxtrain.state.registry import Config
 from fxtrain.state.strategy import (
+    MicroBatch,
     Round,
     Strategy,
     UpdateResult,
@@ -90,6 +91,7 @@ __all__ = [
     "MX",
     "Memory",
     "Mesh",
+    "MicroBatch",
     "ModelState",
     "ModelStatus",
     "Offload",
