@@ -494,7 +494,7 @@ def _check_rates(fns: StepFns, start: float, stop: float, updates: int, diverged
             f"find_lr: {fns.model.strategy.name} keeps trained values in other places than the "
             f"module's parameters on each rank. Use Single, DDP, FSDP or TP."
         )
-    if fns.model.window.micro or fns.model.status.added_grads:
+    if fns.model.window.is_open:
         raise StepError(
             "find_lr: an accumulation window is open. Call it before training, or after an update."
         )

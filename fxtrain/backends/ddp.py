@@ -36,6 +36,7 @@ from fxtrain.state import (
     CommHook,
     DistContext,
     Mesh,
+    MicroBatch,
     ModelState,
     Plan,
     StateReader,
@@ -245,16 +246,16 @@ def _make_hook(data: DistContext, config: CommHook) -> tuple[Any, Callable[..., 
     return state, hook
 
 
-def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+def _sync(model: Wrapped, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     if model.engine is model.module:
         return step_functions.NOTHING
-    if not enabled and model.plan.strategy.static_graph:
+    if not micro_batch.reduces and model.plan.strategy.static_graph:
         raise StepError(
             "ops.sync(enabled=False): DDP(static_graph=True) needs the same graph in every "
             "backward, and one without a reduction is another. Use static_graph=False.",
             code="FX505",
         )
-    return Reduced(model.engine) if enabled else model.engine.no_sync()
+    return Reduced(model.engine) if micro_batch.reduces else model.engine.no_sync()
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:

@@ -31,7 +31,6 @@ from fxtrain.ops.micro_batches import uses_cuda_graphs
 from fxtrain.ops.optimizer_settings import plain_settings, settings_of
 from fxtrain.ops.plan_agreement import agree_on_plan, plan_for
 from fxtrain.ops.standing import Windows
-from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import (
     DistContext,
@@ -152,7 +151,6 @@ def wrap(
     wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules)[model] = weakref.ref(wrapped)
     ctx.comm.slot(Windows).add(wrapped.window)
-    share_pace(ctx)
     return wrapped
 
 

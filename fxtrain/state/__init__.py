@@ -27,6 +27,7 @@ from fxtrain.state.precision import (
 )
 from fxtrain.state.registry import Config
 from fxtrain.state.strategy import (
+    MicroBatch,
     Round,
     Strategy,
     UpdateResult,
@@ -95,6 +96,7 @@ __all__ = [
     "MX",
     "Memory",
     "Mesh",
+    "MicroBatch",
     "ModelState",
     "ModelStatus",
     "Offload",

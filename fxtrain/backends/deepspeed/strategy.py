@@ -29,6 +29,7 @@ from fxtrain.state import (
     DeepSpeed,
     DistContext,
     Mesh,
+    MicroBatch,
     Plan,
     Strategy,
     UpdateResult,
@@ -146,10 +147,10 @@ def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _tree.map_leaves(step_functions.to_float, out) if wide else out
 
 
-def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+def _sync(model: Wrapped, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     """Mark the end of a window for an engine that counts itself; others get it in `apply`."""
     if model.optimizers and _counts_itself(model.engine):
-        model.engine.set_gradient_accumulation_boundary(enabled)
+        model.engine.set_gradient_accumulation_boundary(micro_batch.reduces)
     return nullcontext()
 
 
