@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import attrs
 import torch
-from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._reading import StrPath
@@ -35,7 +34,7 @@ from fxtrain.checkpoint.folders import (
     to_prune,
 )
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
-from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
+from fxtrain.checkpoint.snapshot import Snapshot, by_name, converted, snapshot
 from fxtrain.checkpoint.storage import LocalStorage, Storage, open_storage
 from fxtrain.checkpoint.write_plan import (
     TensorChunk,
@@ -50,10 +49,11 @@ from fxtrain.checkpoint.write_plan import (
     written_tensors,
 )
 from fxtrain.errors import CheckpointError, CollectiveError
-from fxtrain.ops.same_errors import collect_with_errors
 from fxtrain.ops.standing import RunFolder
-from fxtrain.ops.transport.pickled import error_text
-from fxtrain.state import DistContext, Position, Wrapped
+from fxtrain.ops.transport.exchange import collect_payloads
+from fxtrain.ops.transport.mismatches import by_rank
+from fxtrain.ops.transport.pickled import dump, error_text, unpickle_all
+from fxtrain.state import DistContext, Key, ModelState, Position, Wrapped
 from fxtrain.state.context import check_connected
 
 # A network file system may show a file late that another machine has written.
@@ -157,15 +157,16 @@ def save(
             raise
 
 
-def save_alone(path: StrPath, fields: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def save_alone(
+    path: StrPath, state: ModelState, aliases: Mapping[Key, Key], position: Position
+) -> str:
     """Write a state from a single process, and return the path of the checkpoint.
 
     Args:
-        fields: Those of the manifest that `snapshot` returns.
-        tensors: By name.
+        aliases: Further keys of tensors, each with the one in the state.
     """
     ctx = DistContext()
-    job, _ = _prepare(ctx, path, lambda: (fields, {**tensors}, {}, frozenset()), {}, {})
+    job, _ = _prepare(ctx, path, lambda: converted(state, aliases, position), {}, {})
     job.run(ctx)
     return job.path
 
@@ -236,8 +237,9 @@ def _prepare(
         try:
             folder = open_storage(path)
             where = str(folder)
-            fields, tensors, own, varying = capture()
-            writable = writable_chunks(tensors)
+            captured = capture()
+            fields = captured.fields
+            writable = writable_chunks(captured.tensors)
             named = None
             if ctx.is_main:
                 folder.make()
@@ -249,14 +251,15 @@ def _prepare(
                 if isinstance(folder, LocalStorage) and not run.path:
                     run.path = os.path.abspath(folder.path)
                 named = new_name(folder, fields["position"].updates), secrets.token_hex(4)
-            proposal = offers_of(writable, varying), fields["aliases"], named
+            offers = offers_of(writable, captured.varying, captured.users)
+            proposal = offers, fields["aliases"], named
         except Exception as error:  # raised below on every rank
             problem = error
         state = ctx.comm.slot(CheckpointState)
         group = state.background
         has_group = group is not None and group.comm.state.failure is None
         facts = where, {"path": where, **rule, **arguments}, has_group, proposal
-        rows, lines = collect_with_errors(facts, problem, ctx)
+        rows, lines = _collect(facts, problem, ctx)
         answer: Any = _decided(rows, lines) if ctx.is_main else None
         answer = ops.broadcast_object(answer, ctx)
         if isinstance(answer, str) or proposal is None:
@@ -267,13 +270,36 @@ def _prepare(
             name=name,
             token=token,
             fields={**fields, "aliases": aliases},
-            chunks=chunks_to_write(ctx.rank, writers, differing, aliases, own, writable),
+            chunks=chunks_to_write(ctx.rank, writers, differing, aliases, captured.own, writable),
             rule=rule,
             lock=lock,
             state=state,
         )
         undo.pop_all()  # the job releases the lock
     return job, not has_groups
+
+
+def _collect(
+    value: Any, problem: BaseException | None, ctx: DistContext
+) -> tuple[list[Any], list[str]]:
+    """On rank 0, the values of all ranks, and a line for each problem; on others, nothing.
+
+    Rank 0 alone decides what follows, since at many ranks the values are large, and tells the
+    others, who wait for it. So it gets problems as values, and its own is one of the lines.
+    """
+    text = "" if problem is None else error_text(problem)
+    own = (value, text, text and platform.node())
+    rows = [own]
+    if ctx.world_size > 1:
+        call = ("gather_objects", "dst=0")
+        blobs = collect_payloads(ctx, call, dump(own, ctx))
+        try:
+            rows = unpickle_all(call[0], dict(enumerate(blobs)), ctx, sure=True)
+        except CollectiveError as error:  # the others wait for an answer
+            return [], [f"  rank 0: {error}"]
+    hosts = {rank: host for rank, (*_, host) in enumerate(rows) if host and ctx.num_nodes > 1}
+    problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(rows) if text), hosts)
+    return [value for value, *_ in rows], problems
 
 
 def _decided(rows: Sequence[Any], lines: Sequence[str]) -> Any:
@@ -331,7 +357,7 @@ class _Job:
             except Exception as error:  # as above
                 problem = problem or error
             with _as_checkpoint_error(self.path):
-                rows, lines = collect_with_errors((platform.node(), written), problem, ctx)
+                rows, lines = _collect((platform.node(), written), problem, ctx)
                 if self.lock is not None and not lines:
                     try:
                         self._commit(ctx, self.lock, rows)

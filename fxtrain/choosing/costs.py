@@ -4,7 +4,8 @@ import math
 
 import attrs
 
-from fxtrain.state import Device, DryRun, Mesh, Operator, Plan, Traffic
+from fxtrain.choosing.devices import Device
+from fxtrain.state import DryRun, Mesh, Operator, Plan, Traffic
 from fxtrain.state.mesh import AXES, axis_groups
 from fxtrain.state.registry import strategy_of
 

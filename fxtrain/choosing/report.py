@@ -9,9 +9,10 @@ from rich.console import Group, RenderableType
 from fxtrain._display import show_bytes
 from fxtrain._drawing import COLORS, make_figure, make_table, plain_text
 from fxtrain.choosing.costs import StepCost
+from fxtrain.choosing.devices import Device
 from fxtrain.errors import PlanError
 from fxtrain.profiling.tables import show_mesh
-from fxtrain.state import Device, Plan, unstructure
+from fxtrain.state import Plan, unstructure
 
 _PARTS = ("compute", "memory", "launches", "links", "bubbles")
 _MOST_REASONS = 8

@@ -27,11 +27,12 @@ from fxtrain.choosing.candidates import (
     with_rows,
 )
 from fxtrain.choosing.costs import StepCost, step_cost
+from fxtrain.choosing.devices import DEVICES, Device
 from fxtrain.choosing.report import Choice, ChoiceRow, name_row
 from fxtrain.choosing.trials import SHORT, Program, batch_size, dry_runs, workers
 from fxtrain.errors import PlanError
 from fxtrain.launchers.machine import usable_cores
-from fxtrain.state import DEVICES, Device, DryRun, Plan, loads, structure
+from fxtrain.state import DryRun, Plan, loads, structure
 from fxtrain.state.mesh import Mesh, resolve_mesh
 from fxtrain.state.registry import strategy_of
 

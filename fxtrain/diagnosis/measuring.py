@@ -21,10 +21,11 @@ import fxtrain as fx
 from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain._host_memory import available_memory
+from fxtrain.choosing.devices import Device
 from fxtrain.meters import memory
 from fxtrain.ops.devices import synchronize
 from fxtrain.profiling.operators import operator_call
-from fxtrain.state import Device, DistContext, loads, write_record
+from fxtrain.state import DistContext, loads, write_record
 from fxtrain.state.mesh import AXES
 
 _EACH_S = 1.5  # of one figure

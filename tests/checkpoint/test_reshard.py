@@ -50,8 +50,8 @@ def _model(ctx, name):
 def _whole(model):
     state = model.strategy.state(model)
     return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in state.tensors.items()
+        str(key): (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for key, t in state.tensors.items()
     }
 
 

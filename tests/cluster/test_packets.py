@@ -17,8 +17,8 @@ class _Enough(Exception):
     pass
 
 
-def _in_rounds(ctx, fn, *args):
-    """Call a function where these ranks exchange messages in rounds, as many ranks do."""
+def _as_many(ctx, fn, *args):
+    """Call a function where these ranks combine what they have, as many ranks do."""
     state = ctx.comm.slot(CallState)
     before, state.few = state.few, 1
     try:
@@ -28,10 +28,10 @@ def _in_rounds(ctx, fn, *args):
 
 
 def _run(cluster, few, fn, *args):
-    return cluster.run(fn, *args) if few else cluster.run(_in_rounds, fn, *args)
+    return cluster.run(fn, *args) if few else cluster.run(_as_many, fn, *args)
 
 
-few_or_many = pytest.mark.parametrize("few", [True, False], ids=["one all-gather", "in rounds"])
+few_or_many = pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 
 
 def _interrupted(ctx, who, n):
@@ -176,18 +176,18 @@ def test_calls_of_every_kind(clusters, ranks, few):
 
 def _paces(ctx):
     """Slow ranks that this rank knows after each exchange, and whether its pace is to be sent."""
-    pace, seen = Pace(), []
-    ctx.comm.state.slots[Pace] = pace
+    slots, pace, seen = ctx.comm.state.slots, Pace(), []
+    usual, slots[Pace] = slots[Pace], pace
     pace.micros = 100_000 if ctx.rank == 3 else 10_000
     for fresh in (ctx.rank > 0, True, True):
         pace.fresh = fresh
         ops.barrier(ctx)
         seen.append(([*pace.slow], pace.fresh))
-    del ctx.comm.state.slots[Pace]
+    slots[Pace] = usual
     return seen
 
 
 def test_many_ranks_send_their_pace_once_each_has_a_new_one(clusters):
-    first, *others = clusters[4].run(_in_rounds, _paces)
+    first, *others = clusters[4].run(_as_many, _paces)
     assert first == [([], False), ([], False), ([3], False)]
     assert others == [[([], True), ([], False), ([], False)]] * 3

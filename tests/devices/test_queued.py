@@ -5,6 +5,7 @@ uses its result waits. Ranks whose collectives differ get each other's bytes.
 """
 
 import json
+import threading
 import time
 from contextlib import contextmanager
 
@@ -134,7 +135,7 @@ class _Trained:
 
 @contextmanager
 def _as_many(ctx, many):
-    """Let the ranks exchange messages in rounds, as many ranks do."""
+    """Let the ranks combine what they have, as many ranks do."""
     state = ctx.comm.slot(CallState)
     before, state.few = state.few, 1 if many else state.few
     try:
@@ -217,6 +218,29 @@ def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(in_order, many):
     assert none == ""
     assert text.startswith("reduce(float32[4]@device, sum)")
     assert "FX302" in text
+
+
+def _threads(ctx, many):
+    """Threads of deferred comparisons of a context: after several calls, and after closing."""
+    x, before = torch.ones(4, device=ctx.device), {*threading.enumerate()}
+
+    def started():
+        return [t.name for t in {*threading.enumerate()} - before if t.name == "fxtrain-deferred"]
+
+    with (
+        fx.detect(device=ctx.device, timeout_s=ctx.comm.timeout_s) as inner,
+        _as_many(inner, many),
+    ):
+        for _ in range(5):
+            total = ops.reduce(x, inner, op="sum")
+        assert float(total[0]) == 2
+        during = len(started())
+    return during, len(started())
+
+
+@few_or_many
+def test_deferred_comparisons_take_one_thread_which_ends_with_the_context(in_order, many):
+    assert in_order.run(_threads, many) == [(1, 0)] * 2
 
 
 def _exhausted(ctx, strategy):
