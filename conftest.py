@@ -173,13 +173,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Shows why tests that passed when repeated had failed."""
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.section(f"RERUN {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
-
-
 def _group(item: pytest.Item) -> str:
     path = item.location[0]
     if "clusters" not in getattr(item, "fixturenames", ()):

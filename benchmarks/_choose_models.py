@@ -33,12 +33,17 @@ class Mlp(nn.Module):
         return self.head(x)
 
 
+def fused_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+
+
 class GptBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, attend: Any, dropout: float) -> None:
         super().__init__()
-        self.width = width // heads
+        self.width, self.attend = width // heads, attend
         self.norm, self.mlp = nn.LayerNorm(width), MlpBlock(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTD = self.norm(x_BTD)
@@ -47,16 +52,24 @@ class GptBlock(nn.Module):
             part(y_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for part in (self.q, self.k, self.v)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.mlp(x_BTD + self.o(mixed.transpose(1, 2).flatten(2)))
+        mixed = self.attend(q, k, v)
+        return self.mlp(x_BTD + self.drop(self.o(mixed.transpose(1, 2).flatten(2))))
 
 
 class Gpt(nn.Module):
-    def __init__(self, width: int = 128, depth: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self,
+        width: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        words: int = VOCABULARY,
+        attend: Any = fused_attention,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(GptBlock(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(GptBlock(width, heads, attend, dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, x_BT: Tensor) -> Tensor:
         x_BTD = self.embed(x_BT)

@@ -1,17 +1,22 @@
 """Estimates of the throughput of published runs, whose models are built without values.
 
-Sources, read for this file:
+Every figure was compared with its source, in November 2026:
+
 - torchtitan: github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at
-  31a17bf: tables 1 to 6. H100 with 96 GB HBM2e of 2.4 TB/s and a power limit of 500 W. Rows
-  with asynchronous tensor parallelism, which fxtrain does not have, are not used. The tables do not
-  name the micro-batches of pipelines; torchtitan's default, one per stage, is assumed.
+  31a17bf: tables 1 to 6. H100 with 96 GB HBM2e of 2.4 TB/s and a power limit of 500 W. Tables 5 and
+  6, and the second row of table 4, which is not used, are with asynchronous tensor parallelism,
+  which fxtrain does not have. The tables do not name the micro-batches of pipelines; torchtitan's
+  default, one per stage, is assumed.
 - torchtitan-h200: benchmarks/llama3_8b_h200_2025-06_torchtitan.md at bcdeaa3.
-- Megatron-LM: arXiv:2104.04473, table 1. Rows of 2048 tokens, fp16, recomputation. Micro-batches
-  are not in the table; assumed are 4, 2 and 1 for one, up to eight, and more stages.
+- Megatron-LM: arXiv:2104.04473, table 1. Section 5.1: rows of 2048 tokens, recomputation, and
+  schedules that send a part of each tensor between nodes and gather it inside one; fxtrain sends it
+  whole. The rows of a micro-batch and the stages of a rank are in its authors' script:
+  github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh at 79a3bb6.
 """
 
 import statistics
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -22,9 +27,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from benchmarks._choose_models import MlpBlock
+from benchmarks._choose_models import Gpt
 from benchmarks._common import show, tell
 from fxtrain.choosing import StepCost, step_cost
+from fxtrain.choosing.candidates import Question
+from fxtrain.choosing.report import name_row
+from fxtrain.choosing.searching import search
+from fxtrain.choosing.trials import run_function
 
 _H100 = fx.state.read_device("H100")
 # The data sheet is for 700 W. Power grows with the third power of the clock.
@@ -95,41 +104,12 @@ class Llama(nn.Module):
         return self.head(self.norm(x_BTD))
 
 
-class GptBlock(nn.Module):
-    """A block of Megatron-LM in 2021, which keeps the scores of attention, in fp16."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.width = width // heads
-        self.norm, self.mlp = nn.LayerNorm(width), MlpBlock(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD = self.norm(x_BTD)
-        q, k, v = (
-            part(y_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for part in (self.q, self.k, self.v)
-        )
-        scores_BHTT = q @ k.transpose(-1, -2)
-        with torch.autocast(x_BTD.device.type, enabled=False):  # its softmax is one kernel in fp16
-            scores_BHTT = self.drop(scores_BHTT.softmax(-1))
-        mixed = (scores_BHTT @ v).transpose(1, 2).flatten(2)
-        return self.mlp(x_BTD + self.drop(self.o(mixed)))
-
-
-class Gpt(nn.Module):
-    def __init__(self, width: int, depth: int, heads: int, words: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(GptBlock(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
-
-    def forward(self, x_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(x_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return self.head(self.norm(x_BTD))
+def _stored_scores(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    """Attention of Megatron-LM in 2021, which keeps the scores, in fp16."""
+    scores_BHTT = q_BHTK @ k_BHTK.transpose(-1, -2)
+    with torch.autocast(q_BHTK.device.type, enabled=False):  # its softmax is one kernel in fp16
+        scores_BHTT = F.dropout(scores_BHTT.softmax(-1), 0.1)
+    return scores_BHTT @ v_BHTK
 
 
 _LLAMA = {
@@ -205,16 +185,20 @@ def _titan(
 
 def _megatron(
     name: str, heads: int, width: int, depth: int, tensor: int, pipeline: int, gpus: int,
-    batch: int, published: float,
+    batch: int, rows: int, chunks: int, published: float,
 ) -> Row:  # fmt: skip
     copies = gpus // (tensor * pipeline)
-    rows = 4 if pipeline == 1 else 2 if pipeline <= 8 else 1
     styles = tuple(style for style in _STYLES if not style.modules.endswith("gate"))
     split = fx.TP(styles=styles, loss=True) if tensor > 1 else None
     strategy: Any = fx.FSDP(mode="none", tensor=split) if split else fx.DDP()
     windows = batch // copies // rows
     if pipeline > 1:
-        strategy = fx.PP(stages=strategy, microbatches=windows)
+        strategy = fx.PP(
+            stages=strategy,
+            schedule="1f1b" if chunks == 1 else "interleaved_1f1b",
+            stages_per_rank=chunks,
+            microbatches=windows,
+        )
     plan = fx.Plan(
         strategy=strategy,
         precision="fp16",
@@ -250,16 +234,16 @@ def table() -> list[Row]:
         _titan("6: 32k tokens", "405B", 76, shard=8, tensor=8, pipeline=8, rows=1, length=32768),
         _titan("8B, 32 H200", "8B", 10938, shard=32, full=False, table="torchtitan-h200"),
         _titan("8B, 64 H200", "8B", 10753, shard=64, full=False, table="torchtitan-h200"),
-        _megatron("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
-        _megatron("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
-        _megatron("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142),
-        _megatron("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
-        _megatron("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138),
-        _megatron("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140),
-        _megatron("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148),
-        _megatron("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155),
-        _megatron("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163),
-        _megatron("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163),
+        _megatron("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
+        _megatron("3.6B", 32, 3072, 30, 2, 1, 64, 512, 16, 1, 138),
+        _megatron("7.5B", 32, 4096, 36, 4, 1, 128, 512, 16, 1, 142),
+        _megatron("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 8, 1, 135),
+        _megatron("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 4, 1, 138),
+        _megatron("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 2, 3, 140),
+        _megatron("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 2, 2, 148),
+        _megatron("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 1, 2, 155),
+        _megatron("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 1, 3, 163),
+        _megatron("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163),
     ]  # fmt: skip
 
 
@@ -268,15 +252,21 @@ def _loss(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(x_BT).flatten(0, 1).float(), y_BT.flatten())
 
 
+def _train(row: Row, ctx: fx.DistContext, size: int, plan: fx.Plan) -> None:
+    gpt = row.table == "Megatron-LM"
+    net: nn.Module = Gpt(*row.model, _stored_scores, 0.1) if gpt else Llama(*row.model)
+    model = fx.wrap(net, ctx, plan, optimizer=torch.optim.AdamW)
+    fns = fx.StepFns(model=model, loss=_loss)
+    tokens = torch.zeros(1, row.length, dtype=torch.int64).expand(1 << 20, row.length)
+    # A sharded source: each data rank has batches of its own, without a sampler over all rows.
+    loader = DataLoader(TensorDataset(tokens, tokens), batch_size=size)
+    for batch in fx.shard(loader, ctx, plan):
+        fx.step(ctx, batch, fns)
+
+
 def _dry_run(row: Row, plan: fx.Plan, rows: int) -> fx.state.DryRun:
     def train(ctx: fx.DistContext) -> None:
-        net = Gpt(*row.model) if row.table == "Megatron-LM" else Llama(*row.model)
-        model = fx.wrap(net, ctx, plan, optimizer=torch.optim.AdamW)
-        fns = fx.StepFns(model=model, loss=_loss)
-        tokens = torch.zeros(1, row.length, dtype=torch.int64).expand(64 * rows, row.length)
-        loader = DataLoader(TensorDataset(tokens, tokens), batch_size=rows)
-        for batch in fx.shard(loader, ctx, plan):
-            fx.step(ctx, batch, fns)
+        _train(row, ctx, rows, plan)
 
     # The rank of the last stage, which has the head.
     run = fx.dry_run(train, world=row.world, rank=row.world - 1, mesh=row.mesh)
@@ -370,3 +360,37 @@ def published(names: list[str]) -> None:
     if every:
         medians.append(["all", str(len(every)), f"{statistics.median(every):.0%}"])
     show("Median errors", ["table", "rows", "error"], medians)
+
+
+# One run of each kind: shards, shards of split layers, replicas of split layers.
+_SEARCHED = ("1: 8B, 8 GPUs", "4: 70B, 256 GPUs", "7.5B")
+
+
+def searched(names: list[str]) -> None:
+    """Where published configurations are among the plans that a search finds, in five minutes."""
+    lines: list[list[str]] = []
+    for row in [row for row in table() if row.name in (names or _SEARCHED)]:
+        question = Question(
+            plan=attrs.evolve(row.plan, mesh=row.mesh, recompute=(), recompute_every=1),
+            fixed=frozenset({"precision", "context", "data"}),
+            world=row.world,
+            node=8,
+            rows=row.rows * row.windows * row.mesh.replicate * row.mesh.shard,
+        )
+        alone = attrs.evolve(question.plan, strategy=fx.DDP(), mesh=None, context=None)
+        program = partial(run_function, partial(_train, row))
+        device = _DEVICES[row.table]
+        choice = search(program, question, device, probe=(alone, 1), minutes=5.0)
+        own = [
+            number
+            for number, each in enumerate(choice.table, 1)
+            if (each.plan.strategy, each.plan.mesh) == (row.plan.strategy, row.mesh)
+        ]
+        for number, each in enumerate(choice.table[:5], 1):
+            speed = f"{throughput(row, each.cost.seconds):.0f}"
+            lines.append([row.name, str(number), name_row(each), speed, each.cost.limit])
+        place = f"number {own[0]}" if own else "not among the best ten"
+        lines.append([row.name, "", f"published: {place}; {choice.tried} tried", "", ""])
+        tell("\n".join(" | ".join(line) for line in lines if line[0] == row.name))
+        tell(str(choice.dropped))
+    show("What a search finds", ["run", "", "plan", "throughput", "limited by"], lines)

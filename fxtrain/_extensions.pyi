@@ -15,10 +15,15 @@ from fxtrain.backends.local_sgd.strategy import weighted_mean as weighted_mean
 from fxtrain.backends.muon import divide_muon as divide_muon
 from fxtrain.backends.muon import not_matrices as not_matrices
 from fxtrain.backends.xla import xla_runtime as xla_runtime
+from fxtrain.choosing.devices import DEVICES as DEVICES
+from fxtrain.choosing.devices import Device as Device
+from fxtrain.choosing.devices import read_device as read_device
 from fxtrain.cli.questions import MachineFacts as MachineFacts
 from fxtrain.cli.questions import detect_machine as detect_machine
 from fxtrain.cli.questions import interview as interview
 from fxtrain.cli.questions import prompt as prompt
+from fxtrain.data.already_sharded import presharded_source as presharded_source
+from fxtrain.data.tensor_batches import batch as batch
 from fxtrain.diagnosis import stacks as stacks
 from fxtrain.diagnosis.setups import launch_file_problems as launch_file_problems
 from fxtrain.diagnosis.standing import watch_standing as watch_standing
@@ -40,6 +45,8 @@ from fxtrain.launchers.built_in.tpu import TPU as TPU
 from fxtrain.launchers.built_in.tpu import TPU_POD as TPU_POD
 from fxtrain.launchers.built_in.tpu import TpuPodOptions as TpuPodOptions
 from fxtrain.loop.early_stopping import EarlyStopping as EarlyStopping
+from fxtrain.loop.mapping import map as map
+from fxtrain.loop.releasing import release as release
 from fxtrain.loop.weight_averages import EMA as EMA
 from fxtrain.loop.weight_averages import ema as ema
 from fxtrain.meters import Memory as Memory

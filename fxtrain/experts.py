@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxtrain import ops
 from fxtrain.backends.tensor import count_routes, is_mixture
 from fxtrain.errors import PlanError
-from fxtrain.ops.placeholders import Placeholders
-from fxtrain.state import DistContext, Wrapped
+from fxtrain.ops.placeholders import runs_placeholders
+from fxtrain.state import Wrapped
+from fxtrain.state.wrapped import check_open
 
 __all__ = ["balance_bias", "balance_loss", "mix"]
 __dir__ = __all__.copy  # for completion
@@ -129,7 +130,7 @@ def _grouped(counts: Tensor, real: Tensor) -> Product:
 
 def balance_loss(
     logits: Tensor | Sequence[Tensor],
-    ctx: DistContext,
+    model: Wrapped,
     *,
     top_k: int,
     mask: Tensor | None = None,
@@ -143,7 +144,8 @@ def balance_loss(
     Args:
         logits: (T, E) of a router, before softmax; or those of several layers, of which the mean
             is taken. Models of transformers return them with `output_router_logits=True`.
-        ctx: The model's context.
+        model: The wrapped model, as the loss function gets it. Its micro-batch says whether this
+            rank has rows.
         top_k: Experts of a token.
         mask: T entries of any shape, nonzero for tokens that count; None for all.
 
@@ -155,26 +157,31 @@ def balance_loss(
     Effects:
         One reduction of one number per expert and layer over the ranks, all of which call it.
 
+    Raises:
+        StepError: `model` is no wrapped model, or was unwrapped.
+
     Source:
         https://arxiv.org/abs/2101.03961, equations 4 to 6.
 
     Example:
         >>> import fxtrain as fx, torch
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.experts.balance_loss(torch.eye(4), ctx, top_k=1)
+        ...     model = fx.wrap(torch.nn.Linear(4, 4), ctx)
+        ...     fx.experts.balance_loss(torch.eye(4), model, top_k=1)
         tensor(1.)
     """
+    check_open(model, "experts.balance_loss")
     layers = [logits] if isinstance(logits, Tensor) else list(logits)
     count = layers[0].shape[-1]
     kept = torch.ones(len(layers[0]), device=layers[0].device)
     kept = kept if mask is None else mask.flatten().to(kept)
-    if ctx.comm.slot(Placeholders).now:
+    if runs_placeholders(model.status):
         kept = torch.zeros_like(kept)  # a rank without rows
     probabilities = torch.stack([layer.float().softmax(-1) for layer in layers])
     index = probabilities.topk(top_k, dim=-1).indices
     chosen = F.one_hot(index, count).sum(-2) * kept[:, None]
     sums = torch.cat([chosen.sum(1).flatten(), kept.sum()[None]])
-    sums = ops.reduce(sums, ctx.axis("loss"), op="sum")
+    sums = ops.reduce(sums, model.ctx.axis("loss"), op="sum")
     fraction = (sums[:-1] / sums[-1].clamp(min=1)).view(len(layers), count)
     mean = (probabilities * kept[:, None]).sum(1) / kept.sum().clamp(min=1)
     return count * (fraction * mean).sum(-1).mean()

@@ -1,5 +1,6 @@
 """Meters: speed, memory, and what share of a device's peak a run reaches."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxtrain import ops
 from fxtrain._host_memory import process_memory
-from fxtrain.state import Batch, DistContext, Wrapped
+from fxtrain.state import DEVICES, Batch, DistContext, Wrapped
 
 __all__ = ["Memory", "Meter", "count_flops", "memory", "peak_flops", "timed"]
 __dir__ = __all__.copy  # for completion
@@ -18,22 +19,8 @@ __dir__ = __all__.copy  # for completion
 
 T = TypeVar("T")
 
-# By the device's name: dense operations per second with fp32, TF32, bf16 and fp16 products. None
-# where a device has no such units. Figures of sparse matrices in data sheets are halved.
-_PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
-    # https://resources.nvidia.com/en-us-tensor-core; the H200 has the same chip.
-    ("H200", {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12}),
-    ("H100 PCIe", {"fp32": 51.2e12, "tf32": 378e12, "bf16": 756e12, "fp16": 756e12}),
-    ("H100 80GB HBM3", {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12}),
-    # NVIDIA A100 data sheet; SXM and PCIe alike.
-    ("A100", {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}),
-    # NVIDIA A10 data sheet.
-    ("A10", {"fp32": 31.2e12, "tf32": 62.5e12, "bf16": 125e12, "fp16": 125e12}),
-    # NVIDIA Ada architecture white paper.
-    ("L4", {"fp32": 30.3e12, "tf32": 60e12, "bf16": 121e12, "fp16": 121e12}),
-    # NVIDIA T4 data sheet.
-    ("T4", {"fp32": 8.1e12, "tf32": None, "bf16": None, "fp16": 65e12}),
-)
+# What torch adds to the name of a device: its vendor, its memory, and its form.
+_ADDED = re.compile(r"NVIDIA|Tesla|GeForce|AMD|Instinct|SXM\d?|PCIE|\d+GB|HBM\d\w?")
 
 
 @attrs.frozen
@@ -182,10 +169,8 @@ def peak_of_model(model: Wrapped) -> float | None:
 
 def _peak_of(device: str, precision: str) -> float | None:
     words = device.replace("-", " ").replace("A10G", "A10").split()
-    for name, peaks in _PEAKS:
-        if all(word in words for word in name.split()):
-            return peaks.get(precision)
-    return None
+    name = " ".join(word for word in words if not _ADDED.fullmatch(word))
+    return DEVICES[name].flops.get(precision) if name in DEVICES else None
 
 
 @attrs.frozen(kw_only=True)

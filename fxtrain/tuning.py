@@ -19,6 +19,7 @@ from fxtrain._record import record, shown
 from fxtrain.backends.core.device_mesh import separate_meshes
 from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
 from fxtrain.choosing.candidates import Question
+from fxtrain.choosing.devices import Device, read_device
 from fxtrain.choosing.report import Choice, ChoiceRow
 from fxtrain.choosing.searching import search
 from fxtrain.choosing.trials import SHORT, run_function
@@ -28,9 +29,9 @@ from fxtrain.loop.evaluating import Mean
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import place, read_bytes
-from fxtrain.state import DDP, Device, DistContext, Mesh, Plan, Wrapped, read_device
+from fxtrain.state import DDP, DistContext, Mesh, Plan, Wrapped
 from fxtrain.state.context import check_connected, simulated
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.state.registry import registered
@@ -360,7 +361,9 @@ def _fits(
     # A rank that ran out of memory is why collectives of the others failed.
     if any(rows):
         return False
-    raise_together(problem, ctx)
+    with fail_together(ctx):
+        if problem is not None:
+            raise problem
     return True
 
 
@@ -491,7 +494,7 @@ def _check_rates(fns: StepFns, start: float, stop: float, updates: int, diverged
             f"find_lr: {fns.model.strategy.name} keeps trained values in other places than the "
             f"module's parameters on each rank. Use Single, DDP, FSDP or TP."
         )
-    if fns.model.window.micro or fns.model.status.added_grads:
+    if fns.model.window.is_open:
         raise StepError(
             "find_lr: an accumulation window is open. Call it before training, or after an update."
         )

@@ -122,7 +122,9 @@ def _router(ctx, chosen, plan):
 
     def loss(model, batch):
         tokens, kept = batch.data
-        balance = fx.experts.balance_loss(model(tokens).flatten(0, 1), ctx, top_k=chosen, mask=kept)
+        balance = fx.experts.balance_loss(
+            model(tokens).flatten(0, 1), model, top_k=chosen, mask=kept
+        )
         return fx.Weighted(balance * kept.sum(), kept.sum())
 
     return fx.StepFns(model, loss)
@@ -181,7 +183,8 @@ def test_it_is_the_loss_of_transformers_for_each_layer(data):
         for one in layers
     ]
     with fx.detect({}, device="cpu") as ctx:
-        found = fx.experts.balance_loss(layers, ctx, top_k=chosen, mask=mask.view(3, 4))
+        model = fx.wrap(nn.Linear(WIDTH, EXPERTS), ctx)
+        found = fx.experts.balance_loss(layers, model, top_k=chosen, mask=mask.view(3, 4))
     torch.testing.assert_close(found, torch.stack(wanted).mean())
 
 

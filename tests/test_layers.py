@@ -182,6 +182,7 @@ def _is_broad(kind: ast.expr | None) -> bool:
 # The records that may change, each with the reason.
 MUTABLE = {
     "fxtrain.state.context.CommState": "whether a communicator can be used",
+    "fxtrain.ops.same_errors.Together": "what a block has for the other ranks, and what they have",
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Updates": "how many updates the models of a context have made",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
@@ -198,7 +199,6 @@ MUTABLE = {
     "fxtrain.data.sources._KnownEpoch": "the epoch that a dataset and its sampler know",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
-    "fxtrain.backends.core.gradient_buckets._Progress": "how far a forward and its backward are",
     "fxtrain.backends.xla.strategy.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.choosing.searching._Search": "the plans that are left to try, and what was found",

@@ -160,9 +160,9 @@ def _wrap(row, module, ctx, plan, optimizer, scheduler):
 
 
 @contextmanager
-def _sync(model, enabled):
+def _sync(model, micro_batch):
     yield
-    if enabled and not model.plan.strategy.forgets:
+    if micro_batch.reduces and not model.plan.strategy.forgets:
         trained = [p for p in model.module.parameters() if p.grad is not None]
         means = ops.reduce([p.grad for p in trained], model.ctx.axis("data"), op="mean")
         for parameter, mean in zip(trained, means, strict=True):

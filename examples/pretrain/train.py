@@ -69,7 +69,7 @@ def loss(model: fx.Wrapped, batch: fx.Batch[Any]) -> fx.Weighted:
     with router_logits(model.module) as logits:
         total, count = token_losses(model, batch).sum(), kept.sum()
     if logits:
-        balance = fx.experts.balance_loss(logits, model.ctx, top_k=CHOSEN, mask=kept)
+        balance = fx.experts.balance_loss(logits, model, top_k=CHOSEN, mask=kept)
         total = total + 1e-2 * balance * count
     return fx.Weighted(total, count)
 

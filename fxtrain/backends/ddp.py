@@ -37,6 +37,7 @@ from fxtrain.state import (
     DistContext,
     Key,
     Mesh,
+    MicroBatch,
     ModelState,
     Plan,
     StateReader,
@@ -196,45 +197,34 @@ def _keep_groups(
 def _replicate(
     module: nn.Module, ctx: DistContext, data: DistContext, config: DDP
 ) -> StableBucketsDDP:
+    send_values(model_values(module), data)
     # torch 2.13 renamed the option and warns about the older name.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    buffers: dict[str, Any] = {
-        "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
+    options = {
+        "device_ids": None if ctx.device.type in ("cpu", "mps") else [ctx.device],
+        "process_group": data.comm.group,
+        "bucket_cap_mb": config.bucket_mib,
+        "gradient_as_bucket_view": config.bucket_view,
+        "static_graph": config.static_graph,
+        "find_unused_parameters": config.unused_parameters,
+        # Values are sent above and after each reduction, also those of quantized weights, whose
+        # classes torch cannot send.
+        "init_sync": False,
+        "forward_sync_buffers" if newer else "broadcast_buffers": False,
     }
-    send_values(_extensions.quantized_tensors(module).values(), data)
-    # Hidden from torch's constructor, which would broadcast unknown classes.
-    hidden = [f"{name}.weight".lstrip(".") for name, _, _ in _extensions.quantized_layers(module)]
-    ignored: Any = module
-    if hidden:
-        ignored._ddp_params_and_buffers_to_ignore = hidden
-    try:
-        engine = StableBucketsDDP(
-            module,
-            device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
-            process_group=data.comm.group,
-            bucket_cap_mb=config.bucket_mib,  # type: ignore[arg-type]
-            gradient_as_bucket_view=config.bucket_view,
-            static_graph=config.static_graph,
-            find_unused_parameters=config.unused_parameters,
-            **buffers,
-        )
-    finally:
-        if hidden:
-            del ignored._ddp_params_and_buffers_to_ignore
-    engine.data = data
-    if config.hook.name != "none":
-        engine.add_hook = partial(_add_hook, data=data, config=config.hook)
-        engine.add_hook(engine)
-    if not config.static_graph and not config.unused_parameters:
-        engine.fix_buckets()
+    hook = config.hook
+    return StableBucketsDDP(
+        module,
+        data,
+        options,
+        sends_buffers=config.sync_buffers,
+        make_hook=None if hook.name == "none" else partial(_make_hook, data, hook),
         # The state of PowerSGD belongs to the layout of the buckets, and is restored before.
-        engine.orders = config.hook.name not in ("power_sgd", "batched_power_sgd")
-        engine.progress.ordered = not engine.orders
-    engine.require_forward_param_sync = False  # torch's constructor has just sent all buffers
-    return engine
+        orders=hook.name not in ("power_sgd", "batched_power_sgd"),
+    )
 
 
-def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> None:
+def _make_hook(data: DistContext, config: CommHook) -> tuple[Any, Callable[..., Any]]:
     state: Any = data.comm.group
     if config.name in ("power_sgd", "batched_power_sgd"):
         options = attrs.asdict(config.power_sgd)
@@ -254,20 +244,19 @@ def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> 
         hook = default_hooks.fp16_compress_wrapper(hook)
     elif config.wrapper == "bf16":
         hook = default_hooks.bf16_compress_wrapper(hook)
-    engine.hook_state = state
-    engine.register_comm_hook(state, hook)
+    return state, hook
 
 
-def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+def _sync(model: Wrapped, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     if model.engine is model.module:
         return step_functions.NOTHING
-    if not enabled and model.plan.strategy.static_graph:
+    if not micro_batch.reduces and model.plan.strategy.static_graph:
         raise StepError(
             "ops.sync(enabled=False): DDP(static_graph=True) needs the same graph in every "
             "backward, and one without a reduction is another. Use static_graph=False.",
             code="FX505",
         )
-    return Reduced(model.engine) if enabled else model.engine.no_sync()
+    return Reduced(model.engine) if micro_batch.reduces else model.engine.no_sync()
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:
@@ -287,8 +276,7 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
-    if model.engine is not model.module:
-        # Of a loop without `ops.sync`.
+    if model.engine is not model.module:  # of a loop without `ops.sync`
         model.engine.finish_reduction()
     every = model.plan.verify_replicas
     verifies = every and not (update.skip or (model.window.updates + 1) % every)
@@ -335,7 +323,7 @@ def power_sgd_state(model: Wrapped) -> ModelState:
         "random": [torch.tensor(key.tolist(), device="cpu"), place, has_gauss, cached],
         "p": dict(hook.p_memory_dict),
         "q": dict(hook.q_memory_dict),
-        "buckets": _buckets(model),
+        "buckets": model.engine.bucket_sizes(),
     }
     errors = {Key.of(_KEY, "error", bucket): error for bucket, error in hook.error_dict.items()}
     return attrs.evolve(state, own={**state.own, **errors}, values={**state.values, _KEY: values})
@@ -349,7 +337,7 @@ def load_power_sgd(model: Wrapped, saved: StateReader) -> None:
     """
     load_state(model, saved)
     hook, values = _hook(model), saved.values.get(_KEY)
-    if hook is None or values is None or values["buckets"] != _buckets(model):
+    if hook is None or values is None or values["buckets"] != model.engine.bucket_sizes():
         return
     for name in _COUNTS:
         setattr(hook, name, values["counts"][name])
@@ -365,13 +353,6 @@ def load_power_sgd(model: Wrapped, saved: StateReader) -> None:
 def _hook(model: Wrapped) -> Any:
     state = getattr(model.engine, "hook_state", None)
     return state if isinstance(state, PowerSGDState) else None
-
-
-def _buckets(model: Wrapped) -> list[int]:
-    """The size of the buckets, on which the layout of the hook's state depends."""
-    return [
-        bucket.buffer().numel() for bucket in model.engine.reducer._get_zeros_like_grad_buckets()
-    ]
 
 
 def _error(saved: StateReader, bucket: int) -> Tensor | None:
@@ -390,6 +371,7 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     wrap=_wrap,
     one_rank=False,
     shards=_shards,
+    overlapped=lambda _: ("backward",),  # the next bucket while one is reduced
     sync=_sync,
     backward=_backward,
     apply=_apply,

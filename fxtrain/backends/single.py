@@ -58,6 +58,7 @@ def make_handle(
     undo: Callable[[], None] = lambda: None,
     change: Any = None,
     replicas: Any = None,
+    status: ModelStatus | None = None,
 ) -> Wrapped:
     """Call the factories on a module in its final form, and build the handle.
 
@@ -65,6 +66,8 @@ def make_handle(
         undo: Reverts what wrapping did to the values of the module.
         change: As `make_optimizers` takes it.
         replicas: Likewise.
+        status: The mutable part of the handle, where hooks of the module read it; None for a new
+            one.
     """
     objects, optimizers = make_optimizers(optimizer, module, ctx, strategy, change, replicas)
     if ctx.world_size > 1:
@@ -73,7 +76,8 @@ def make_handle(
     updated = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     if plan.context is not None:
         strategy = _extensions.with_context_parallel(strategy, ctx, plan)
-    others = [p for p in module.parameters() if p not in updated] if optimizers else []
+    status = ModelStatus() if status is None else status
+    status.others = [p for p in module.parameters() if p not in updated] if optimizers else []
     return Wrapped(
         module=module,
         engine=module,
@@ -87,7 +91,7 @@ def make_handle(
         strategy=strategy,
         window=step_functions.new_window(ctx),
         undo=undo,
-        status=ModelStatus(others=others),
+        status=status,
     )
 
 

@@ -111,7 +111,7 @@ def gathered(model: Wrapped[Any], *, ranks: _Ranks = "all") -> Iterator[Any]:
 
     Raises:
         PlanError: the model was unwrapped, or is already gathered.
-        CollectiveError: the block failed on another rank.
+        Exception: the block failed on a rank; on every rank, as in `fx.ops.fail_together`.
 
     Example:
         >>> import fxtrain as fx, torch

@@ -29,9 +29,8 @@ from fxtrain.errors import MeshError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.ops.micro_batches import uses_cuda_graphs
 from fxtrain.ops.optimizer_settings import plain_settings, settings_of
-from fxtrain.ops.plan_agreement import check_same_plan, plan_for
+from fxtrain.ops.plan_agreement import agree_on_plan, plan_for
 from fxtrain.ops.standing import Windows
-from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import (
     DistContext,
@@ -113,7 +112,7 @@ def wrap(
             "scheduler": "none" if scheduler is None else "given",
             "strategy": "the plan's" if strategy is None else strategy.name,
         }
-        check_same_plan("wrap", ctx, plan, arguments)
+        agree_on_plan("wrap", ctx, plan, arguments)
     strategy = strategy_of(plan.strategy) if strategy is None else strategy
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
@@ -152,7 +151,6 @@ def wrap(
     wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules)[model] = weakref.ref(wrapped)
     ctx.comm.slot(Windows).add(wrapped.window)
-    share_pace(ctx)
     return wrapped
 
 
@@ -216,7 +214,7 @@ def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any, undo: Callable[
         # Stages of a pipeline may have groups of their own.
         among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
         try:
-            check_same_plan("wrap", among, plan, status.settings)
+            agree_on_plan("wrap", among, plan, status.settings)
         except BaseException:
             undo()
             raise

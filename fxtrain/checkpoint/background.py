@@ -13,10 +13,10 @@ import attrs
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._host_memory import pinned_buffer
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.devices import synchronize
+from fxtrain.ops.pinned_buffers import pinned_buffer
 from fxtrain.ops.safetensors_header import aligned_order
 from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext

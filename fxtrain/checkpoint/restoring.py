@@ -137,7 +137,7 @@ def restore(
     state = ctx.comm.slot(CheckpointState)
     earlier = state.restored_from
     try:
-        with fail_together(ctx, "restore"):
+        with fail_together(ctx, "restore", src=0):
             found = find_checkpoint(path) if ctx.is_main else None
         location, manifest = _from_main(found, ctx)
         storage = open_storage(location)
@@ -187,16 +187,14 @@ def restore_newest(
         CheckpointError: the latest one is not damaged and cannot be restored, or all of them are
             damaged.
     """
-    with fail_together(ctx):
-        chosen = latest(path) if ctx.is_main else None
-    chosen = ops.broadcast_object(chosen, ctx)
-    while chosen is not None:
+    with fail_together(ctx, src=0) as together:
+        together.value = latest(path) if ctx.is_main else None
+    while (chosen := together.values[0]) is not None:
         try:
             return restore(chosen, ctx, model, extra=extra, settings=settings)
         except CheckpointError as error:
-            with fail_together(ctx):
-                chosen = _before_damaged(path, chosen, error) if ctx.is_main else None
-            chosen = ops.broadcast_object(chosen, ctx)
+            with fail_together(ctx, src=0) as together:
+                together.value = _before_damaged(path, chosen, error) if ctx.is_main else None
     return None
 
 

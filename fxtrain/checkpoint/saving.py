@@ -49,9 +49,10 @@ from fxtrain.checkpoint.write_plan import (
     written_tensors,
 )
 from fxtrain.errors import CheckpointError, CollectiveError
-from fxtrain.ops.same_errors import collect_with_errors
 from fxtrain.ops.standing import RunFolder
-from fxtrain.ops.transport.pickled import error_text
+from fxtrain.ops.transport.exchange import collect_payloads
+from fxtrain.ops.transport.mismatches import by_rank
+from fxtrain.ops.transport.pickled import dump, error_text, unpickle_all
 from fxtrain.state import DistContext, Key, ModelState, Position, Wrapped
 from fxtrain.state.context import check_connected
 
@@ -258,7 +259,7 @@ def _prepare(
         group = state.background
         has_group = group is not None and group.comm.state.failure is None
         facts = where, {"path": where, **rule, **arguments}, has_group, proposal
-        rows, lines = collect_with_errors(facts, problem, ctx)
+        rows, lines = _collect(facts, problem, ctx)
         answer: Any = _decided(rows, lines) if ctx.is_main else None
         answer = ops.broadcast_object(answer, ctx)
         if isinstance(answer, str) or proposal is None:
@@ -276,6 +277,29 @@ def _prepare(
         )
         undo.pop_all()  # the job releases the lock
     return job, not has_groups
+
+
+def _collect(
+    value: Any, problem: BaseException | None, ctx: DistContext
+) -> tuple[list[Any], list[str]]:
+    """On rank 0, the values of all ranks, and a line for each problem; on others, nothing.
+
+    Rank 0 alone decides what follows, since at many ranks the values are large, and tells the
+    others, who wait for it. So it gets problems as values, and its own is one of the lines.
+    """
+    text = "" if problem is None else error_text(problem)
+    own = (value, text, text and platform.node())
+    rows = [own]
+    if ctx.world_size > 1:
+        call = ("gather_objects", "dst=0")
+        blobs = collect_payloads(ctx, call, dump(own, ctx))
+        try:
+            rows = unpickle_all(call[0], dict(enumerate(blobs)), ctx, sure=True)
+        except CollectiveError as error:  # the others wait for an answer
+            return [], [f"  rank 0: {error}"]
+    hosts = {rank: host for rank, (*_, host) in enumerate(rows) if host and ctx.num_nodes > 1}
+    problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(rows) if text), hosts)
+    return [value for value, *_ in rows], problems
 
 
 def _decided(rows: Sequence[Any], lines: Sequence[str]) -> Any:
@@ -333,7 +357,7 @@ class _Job:
             except Exception as error:  # as above
                 problem = problem or error
             with _as_checkpoint_error(self.path):
-                rows, lines = collect_with_errors((platform.node(), written), problem, ctx)
+                rows, lines = _collect((platform.node(), written), problem, ctx)
                 if self.lock is not None and not lines:
                     try:
                         self._commit(ctx, self.lock, rows)

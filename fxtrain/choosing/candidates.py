@@ -26,9 +26,8 @@ from fxtrain.state import (
 )
 from fxtrain.state.context import simulated
 from fxtrain.state.mesh import resolve_mesh
-from fxtrain.state.registry import strategies
+from fxtrain.state.registry import strategy_of
 
-Lane = tuple[Any, Mesh]  # a strategy's config, and a resolved mesh
 Trial = tuple[Plan, int]  # a plan with its mesh, and rows of a micro-batch on each data rank
 _DEGREES = (1, 2, 4, 8, 16, 32, 64)
 # Micro-batches of a pipeline for each stage: with 4 the bubble is a fifth of the step.
@@ -59,6 +58,12 @@ class Question:
     rows_fixed: bool = False
 
 
+def data_ranks(plan: Plan) -> int:
+    """The ranks that have rows of their own, of a plan with a mesh."""
+    mesh = plan.mesh or Mesh()
+    return mesh.replicate * mesh.shard
+
+
 def survey(model: Wrapped, question: Question) -> dict[str, Any]:
     """What decides which plans a model allows, as plain data.
 
@@ -68,76 +73,91 @@ def survey(model: Wrapped, question: Question) -> dict[str, Any]:
 
     Returns:
         The user's plan; class names of blocks and their number; the number of experts; rows of a
-        micro-batch; and by the number of a lane, why `fx.wrap` refuses it.
+        micro-batch and of an update; and by the number of a plan of `lanes`, why `fx.wrap` refuses
+        it.
     """
-    mesh = question.plan.mesh
-    plan = attrs.evolve(model.plan, mesh=mesh) if question.own_plan else question.plan
+    mesh = resolve_mesh(question.plan.mesh or Mesh(), question.world)
+    plan = model.plan if question.own_plan else question.plan
+    plan = attrs.evolve(plan, mesh=mesh)
     question = attrs.evolve(question, plan=plan)
     names = block_names(model.module)
-    parts = list(model.module.modules())
-    experts = max((int(getattr(part, "num_experts", 0) or 0) for part in parts), default=0)
+    modules = list(model.module.modules())
+    size = sum(model.window.sizes)
+    each = 1 if plan.batch == "global" else data_ranks(plan)
     about: dict[str, Any] = {
         "plan": unstructure(plan),
         "blocks": list(names),
-        "depth": sum(type(part).__name__ in names for part in parts),
-        "experts": experts,
-        "rows": sum(model.window.sizes),
+        "depth": sum(type(part).__name__ in names for part in modules),
+        "experts": max(int(getattr(part, "num_experts", 0) or 0) for part in modules),
+        "rows": size,
+        "update": question.rows or size * plan.accumulate * each,
     }
-    refused: dict[str, str] = {}
-    for number, lane in enumerate(lanes(question, about)):
-        if problem := _refusal(question, lane, model.module):
-            refused[str(number)] = problem
-    return {**about, "refused": refused}
+    found = enumerate(lanes(question, about))
+    refused = {str(n): _refusal(question, lane, model.module) for n, lane in found}
+    return {**about, "refused": {n: problem for n, problem in refused.items() if problem}}
 
 
-def _refusal(question: Question, lane: Lane, module: nn.Module) -> str:
-    """The first line of why `fx.wrap` refuses a lane; empty if it does not."""
-    strategy, mesh = lane
-    world = question.world
-    ctx = DistContext(world_size=world, local_world_size=min(world, question.node), mesh=mesh)
-    plan = attrs.evolve(question.plan, strategy=strategy, mesh=mesh)
-    entry = strategies().get(type(strategy))
-    if entry is None:
-        return f"No strategy is registered for {type(strategy).__name__}."
-    return next(iter(problems_of(entry, simulated(ctx), plan, module)), "")
+def _refusal(question: Question, lane: Plan, module: nn.Module) -> str:
+    """The first line of why `fx.wrap` refuses a plan; empty if it does not."""
+    world, node = question.world, question.node
+    ctx = DistContext(world_size=world, local_world_size=min(world, node), mesh=lane.mesh or Mesh())
+    problems = problems_of(strategy_of(lane.strategy), simulated(ctx), lane, module)
+    return problems[0].splitlines()[0] if problems else ""
 
 
-def lanes(question: Question, about: Mapping[str, Any]) -> list[Lane]:
-    """Strategies on meshes, the user's own first; those of which only batches differ are one."""
-    plan, fixed = question.plan, question.fixed
-    own = resolve_mesh(plan.mesh or Mesh(), question.world)
-    strategies = [plan.strategy] if "strategy" in fixed else list(_configs(plan, about))
-    meshes = [own] if "mesh" in fixed else list(_meshes(question, about["depth"]))
-    pairs = itertools.product(strategies, meshes)
-    found = [(plan.strategy, own), *(pair for pair in pairs if _suits(*pair))]
-    once: dict[Any, Lane] = {}
-    for strategy, mesh in found:
-        # All data ranks are replicas or all are shards: FSDP does the same with both meshes.
-        sharded = isinstance(strategy, FSDP) and strategy.shard is None and mesh.shard == 1
-        same = attrs.evolve(mesh, replicate=1, shard=mesh.replicate) if sharded else mesh
-        once.setdefault((strategy, same), (strategy, mesh))
+def lanes(question: Question, about: Mapping[str, Any]) -> list[Plan]:
+    """Plans with different strategies and meshes, the user's own first; a lane is one of them.
+
+    Their micro-batches and recomputation follow from dry runs.
+    """
+    own, fixed = question.plan, question.fixed
+    given = resolve_mesh(own.mesh or Mesh(), question.world)
+    pairs: list[tuple[Any, Mesh]] = [(own.strategy, given)]
+    for mesh in [given] if "mesh" in fixed else _meshes(question, about["depth"]):
+        kept = "strategy" in fixed
+        of_mesh = [own.strategy] if kept else _strategies(own.strategy, about, mesh)
+        pairs += [(strategy, mesh) for strategy in of_mesh]
+    once: dict[Any, Plan] = {}
+    for strategy, mesh in pairs:
+        lane = attrs.evolve(own, strategy=strategy, mesh=mesh)
+        # Strategies that hold the same parts on each data rank do the same with both meshes.
+        shards = strategy_of(strategy).shards(lane, mesh)
+        once.setdefault((strategy, shards, mesh.context, mesh.tensor, mesh.pipeline), lane)
     return list(once.values())
 
 
-def _configs(plan: Plan, about: Mapping[str, Any]) -> Iterator[Any]:
-    own = plan.strategy
-    ddp = own if isinstance(own, DDP) else DDP()
-    yield ddp
-    yield attrs.evolve(ddp, shard_optimizer=True)
-    pp = own if isinstance(own, PP) else PP()
-    held = own if isinstance(own, FSDP) else pp.stages or FSDP()
-    fsdp = attrs.evolve(held, mode="full", shard=None, tensor=None, expert=None, offload=False)
-    split = attrs.evolve(fsdp, tensor=held.tensor or TP())
-    yield fsdp
-    yield attrs.evolve(fsdp, mode="grads_and_optimizer")
-    yield split
-    for degree in _DEGREES[1:]:
-        if about["experts"] and about["experts"] % degree == 0:
-            yield attrs.evolve(fsdp, expert=degree)
-    if about["depth"] > 1:
-        for stages in (None, fsdp, split):
-            yield attrs.evolve(pp, stages=stages)
-    yield attrs.evolve(fsdp, offload=True)
+def _strategies(own: Any, about: Mapping[str, Any], mesh: Mesh) -> Iterator[Any]:
+    """The strategies that use every axis of a mesh, with the settings of the user's own."""
+    given = {type(own): own}
+    ddp, pp = given.get(DDP, DDP()), given.get(PP, PP())
+    held = given.get(FSDP) or pp.stages or FSDP()
+    data = mesh.replicate * mesh.shard
+    for mode in ("full", "none"):
+        sharded = mode == "full"
+        # On context ranks alone, parameters are replicas or shards.
+        if (mesh.shard > 1) != sharded and not (data == 1 < mesh.context and mesh.pipeline == 1):
+            continue
+        tensor = (held.tensor or TP()) if mesh.tensor > 1 else None
+        fsdp = attrs.evolve(held, mode=mode, shard=None, tensor=tensor, expert=None, offload=False)
+        if mesh.pipeline > 1:
+            stages = fsdp if sharded or tensor else None
+            local, left = divmod(about["update"], data)
+            counts = (mesh.pipeline * depth for depth in _DEPTHS if not left)
+            deep = next((count for count in counts if local % count == 0), None)
+            yield attrs.evolve(pp, stages=stages, microbatches=pp.microbatches or deep)
+        elif tensor:
+            yield fsdp
+        elif sharded:
+            yield fsdp
+            yield attrs.evolve(fsdp, mode="grads_and_optimizer")
+            for degree in _DEGREES[1:]:
+                if about["experts"] and about["experts"] % degree == 0:
+                    yield attrs.evolve(fsdp, expert=degree)
+            yield attrs.evolve(fsdp, offload=True)
+        else:
+            yield ddp
+            if data > 1:
+                yield attrs.evolve(ddp, shard_optimizer=True)
 
 
 def _meshes(question: Question, depth: int) -> Iterator[Mesh]:
@@ -157,137 +177,88 @@ def _meshes(question: Question, depth: int) -> Iterator[Mesh]:
             yield Mesh(replicate=data // within, shard=within, **axes)
 
 
-def _suits(strategy: Any, mesh: Mesh) -> bool:
-    """Whether a strategy uses every axis of a mesh that has several ranks, and needs no other."""
-    held = _sharding(strategy)
-    tensor = held is not None and held.tensor is not None
-    staged = isinstance(strategy, PP)
-    data = mesh.replicate * mesh.shard
-    sharded = held is not None and held.mode != "none"
-    if (mesh.tensor > 1) != tensor or (mesh.pipeline > 1) != staged:
-        return False
-    if data == 1:
-        plain = isinstance(strategy, DDP) and not strategy.shard_optimizer
-        return plain or tensor or staged or mesh.context > 1
-    return (mesh.shard > 1) == sharded
+def _states(memory: Memory) -> int:
+    return memory.parameters + memory.gradients + memory.optimizer
 
 
-def _sharding(strategy: Any) -> FSDP | None:
-    """How a strategy holds the model, or each stage of it, if it may be sharded."""
-    held = strategy.stages if isinstance(strategy, PP) else strategy
-    return held if isinstance(held, FSDP) else None
+def _parts(lane: Plan) -> int:
+    """The ranks that split layers and stages of one replica."""
+    return lane.mesh.tensor * lane.mesh.pipeline if lane.mesh else 1
 
 
-def offloads(strategy: Any) -> bool:
-    """Whether a strategy holds parameters, gradients and optimizer states in host memory."""
-    held = _sharding(strategy)
-    return held is not None and held.offload
-
-
-def needs_split(lane: Lane, states: Memory, question: Question, memory: float, rows: int) -> str:
-    """Why a lane splits the work of a row over ranks without need; empty if there is one.
+def needs_no_split(lane: Plan, whole: Memory, question: Question, memory: float, rows: int) -> bool:
+    """Whether a plan splits the work of a row over ranks without need.
 
     Each rank's own rows cost less traffic, as long as there are enough rows and a device holds
-    twice the unsharded parameters, gradients and optimizer states.
+    twice the parameters, gradients and optimizer states of the unsharded model, `whole`.
     """
-    strategy, mesh = lane
-    chosen = {"strategy", "mesh"} & question.fixed or strategy == question.plan.strategy
-    if mesh.tensor * mesh.pipeline == 1 or chosen or rows < question.world:
-        return ""
-    if 2 * _total(states) > memory:
-        return ""
-    return "splits layers or stages of a model that half a device holds, with rows for every rank"
+    chosen = {"strategy", "mesh"} & question.fixed or lane.strategy == question.plan.strategy
+    needed = rows < question.world or 2 * _states(whole) > memory
+    return _parts(lane) > 1 and not chosen and not needed
 
 
-def least_memory(lane: Lane, states: Memory) -> float:
+def least_memory(lane: Plan, whole: Memory) -> float:
     """Bytes of parameters, gradients and optimizer states on each rank, at least."""
-    strategy, mesh = lane
-    data, held = mesh.replicate * mesh.shard, _sharding(strategy)
-    parts = mesh.tensor * mesh.pipeline
-    if offloads(strategy):
+    strategy = strategy_of(lane.strategy)
+    if strategy.in_host_memory(lane):
         return 0.0
-    if held is not None and held.mode != "none":
-        shards = held.shard or (mesh.shard if mesh.shard > 1 else data)
-        return _total(states) / (parts * shards * mesh.context)
-    zero = isinstance(strategy, DDP) and strategy.shard_optimizer
-    optimizer = states.optimizer / (data if zero else 1)
-    return (states.parameters + states.gradients + optimizer) / parts
+    shards, of_optimizer = strategy.shards(lane, lane.mesh or Mesh())
+    held = (whole.parameters + whole.gradients) / shards + whole.optimizer / of_optimizer
+    return held / _parts(lane)
 
 
-def _total(states: Memory) -> int:
-    return states.parameters + states.gradients + states.optimizer
-
-
-def estimated_seconds(lane: Lane, states: Memory, compute_s: float, device: Device) -> float:
-    """An estimate of the seconds of an update: the order in which lanes are tried.
+def estimated_seconds(lane: Plan, whole: Memory, compute_s: float, device: Device) -> float:
+    """An estimate of the seconds of an update: the order in which plans are tried.
 
     Args:
-        lane: A strategy on a mesh.
-        states: Those of the unsharded model.
+        lane: A plan.
+        whole: Memory of the unsharded model.
         compute_s: What an update computes, on all ranks together.
         device: Of each rank.
     """
-    strategy, mesh = lane
-    parts = mesh.tensor * mesh.pipeline
-    world = mesh.replicate * mesh.shard * mesh.context * parts
-    within = world <= device.ranks_per_node
-    bandwidth = device.link_bandwidth if within else device.node_bandwidth
-    held = _sharding(strategy)
-    passes = 3 if held is not None and held.mode == "full" else 2
-    passes *= 10 if offloads(strategy) else 1
+    mesh, parts = lane.mesh or Mesh(), _parts(lane)
+    world = math.prod(mesh.sizes.values())
+    bandwidth = device.link_bandwidth
+    if world > device.ranks_per_node:
+        bandwidth = device.node_bandwidth
+    strategy = strategy_of(lane.strategy)
+    passes = 3 if "forward" in strategy.overlapped(lane) else 2
+    links = passes * whole.parameters / parts / bandwidth if world > parts else 0.0
+    links *= 10 if strategy.in_host_memory(lane) else 1
     bubble = (mesh.pipeline - 1) / (_DEPTHS[0] * mesh.pipeline)
     trade = _TRADE * math.log2(mesh.tensor * mesh.context)
-    links = passes * states.parameters / parts / bandwidth if world > parts else 0.0
     return compute_s / world * (1 + bubble + trade) + links
 
 
-def micro_batches(question: Question, lane: Lane, rows: int, own: int) -> list[int]:
+def micro_batches(question: Question, lane: Plan, rows: int, own: int) -> list[int]:
     """Micro-batches of a data rank, largest first, that divide the rows of an update.
 
     Args:
         question: What is asked.
-        lane: A strategy on a mesh.
+        lane: A plan.
         rows: Of an update.
         own: Rows of a micro-batch of the program, on each rank; used if that is fixed.
     """
-    strategy, mesh = lane
-    data = mesh.replicate * mesh.shard
-    if rows % data:
+    data = data_ranks(lane)
+    local, left = divmod(rows, data)
+    if left:
         return []
-    local = rows // data
     if "accumulate" in question.fixed:
         allowed = [local // question.plan.accumulate]
     elif question.rows_fixed:
-        whole = question.plan.batch == "global"
-        allowed = [own // data if whole and own % data == 0 else 0 if whole else own]
+        allowed = [own]
+        if question.plan.batch == "global":
+            allowed = [own // data] if own % data == 0 else []
     else:
         twos = (local & -local).bit_length()
         allowed = list(dict.fromkeys([*(local >> n for n in range(twos)), 1]))
-    steps = strategy.microbatches or mesh.pipeline if isinstance(strategy, PP) else 1
+    steps = strategy_of(lane.strategy).parts(lane, lane.mesh or Mesh())
     return [size for size in allowed if size and local % size == 0 and size % steps == 0]
 
 
-def planned_trial(
-    question: Question, lane: Lane, rows: int, size: int, recompute: tuple[str, ...]
-) -> Trial:
-    """The plan of a lane with this micro-batch, whose updates have these rows."""
-    strategy, mesh = lane
-    accumulate = rows // (mesh.replicate * mesh.shard * size)
-    plan = attrs.evolve(
-        question.plan, strategy=strategy, mesh=mesh, accumulate=accumulate, recompute=recompute
-    )
-    return plan, size
-
-
-def deepened(question: Question, lane: Lane, rows: int) -> Lane:
-    """A pipeline with as many micro-batches as keep its bubble small; any other lane unchanged."""
-    strategy, mesh = lane
-    local, left = divmod(rows, mesh.replicate * mesh.shard)
-    if not isinstance(strategy, PP) or strategy.microbatches or "strategy" in question.fixed:
-        return lane
-    depths = (mesh.pipeline * depth for depth in _DEPTHS)
-    count = next((count for count in depths if not left and local % count == 0), None)
-    return attrs.evolve(strategy, microbatches=count), mesh
+def with_rows(lane: Plan, rows: int, size: int) -> Trial:
+    """A plan with micro-batches of this size, whose updates have these rows."""
+    return attrs.evolve(lane, accumulate=rows // (data_ranks(lane) * size)), size
 
 
 def held_memory(run: DryRun, plan: Plan) -> int:
@@ -295,8 +266,8 @@ def held_memory(run: DryRun, plan: Plan) -> int:
 
     A dry run counts both as one device.
     """
-    memory = run.memory
-    return max(run.peak - _total(memory), 0) if offloads(plan.strategy) else run.peak
+    on_host = strategy_of(plan.strategy).in_host_memory(plan)
+    return max(run.peak - _states(run.memory), 0) if on_host else run.peak
 
 
 def next_trials(
@@ -313,14 +284,12 @@ def next_trials(
     run. Smaller sizes than the largest that fits are slower.
     """
     plan, size = attempt
-    held = 0 if offloads(plan.strategy) else _total(run.memory)
     peak = held_memory(run, plan)
-    fixed = held + run.memory.buffers
+    fixed = peak - run.peak + _states(run.memory) + run.memory.buffers
     most = min(size / 2, size * (memory - fixed) / max(peak - fixed, 1))
-    rows = size * plan.accumulate
     found: list[Trial] = []
     if smaller := next((other for other in allowed if other <= most), 0):
-        found.append((attrs.evolve(plan, accumulate=rows // smaller), smaller))
+        found.append((attrs.evolve(plan, accumulate=size * plan.accumulate // smaller), smaller))
     if blocks and not plan.recompute and "recompute" not in question.fixed and memory > fixed:
         found.append((attrs.evolve(plan, recompute=blocks), size))
     return found

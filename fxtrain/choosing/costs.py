@@ -4,11 +4,13 @@ import math
 
 import attrs
 
-from fxtrain.state import DDP, FSDP, PP, Device, DryRun, Mesh, Operator, Plan, Traffic
+from fxtrain.choosing.devices import Device
+from fxtrain.state import DryRun, Mesh, Operator, Plan, Traffic
 from fxtrain.state.mesh import AXES, axis_groups
-from fxtrain.state.registry import Config
+from fxtrain.state.registry import strategy_of
 
 _DATA = {"replicate", "shard", "context"}
+_OVERLAPPED = {"all_gather", "reduce_scatter", "all_reduce"}
 # torch.compile fuses elementwise operators. An assumption: a fused one reads and writes half as
 # much, with half as many launches.
 _FUSED = 0.5
@@ -70,8 +72,8 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
         >>> f"{cost.seconds:.1f}", cost.limit
         ('2.9', 'compute')
     """
-    strategy = plan.strategy
-    offload = isinstance(strategy, FSDP) and strategy.offload
+    strategy = strategy_of(plan.strategy)
+    offload = strategy.in_host_memory(plan)
     compiled = plan.compile is not None
     parts = {"compute": 0.0, "memory": 0.0}
     phases = {"forward": 0.0, "backward": 0.0, "update": 0.0}
@@ -96,9 +98,7 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
         # To the device for forward and for backward; gradients to the host.
         copied = run.memory.parameters * (2 * plan.accumulate + 1)
         exposed += copied / (device.host_bandwidth * device.bandwidth_efficiency)
-    bubble = bubble_share(strategy, run.mesh.pipeline) * (
-        phases["forward"] + phases["backward"] + exposed
-    )
+    bubble = strategy.bubble(plan, run.mesh) * (phases["forward"] + phases["backward"] + exposed)
     return StepCost(
         compute_s=parts["compute"],
         memory_s=parts["memory"],
@@ -126,25 +126,19 @@ def _roofline(operator: Operator, device: Device, *, on_host: bool) -> tuple[flo
 def _links(
     run: DryRun, plan: Plan, device: Device, phases: dict[str, float]
 ) -> tuple[float, float]:
-    """Seconds of collectives that exceed the operators they overlap with, and of all others."""
-    strategy = plan.strategy
-    inner = strategy.stages if isinstance(strategy, PP) else strategy
-    kinds: set[str] = set()
-    window = 0.0
-    if isinstance(inner, FSDP) and inner.mode != "none":
-        # FSDP2 gathers the next block while one computes, and reduces the gradients of the last.
-        kinds = {"all_gather", "reduce_scatter", "all_reduce"}
-        window = phases["forward"] + phases["backward"]
-    elif isinstance(strategy, DDP | FSDP):
-        # DDP reduces a bucket while backward computes the next one, in the last micro-batch.
-        kinds = {"all_reduce"}
-        window = phases["backward"] / (1 if plan.sync_each else plan.accumulate)
-    elif isinstance(strategy, PP):
-        kinds = {"all_reduce"}  # after the schedule, once: not a part of its bubbles
+    """Seconds of data ranks' collectives that exceed what they overlap with, and of all others."""
+    passes = strategy_of(plan.strategy).overlapped(plan)
+    gathers = "forward" in passes
+    window = sum(phases[name] for name in passes)
+    # Gradients that are reduced bucket by bucket travel in the last micro-batch only.
+    window /= 1 if gathers or plan.sync_each else plan.accumulate
     total = first = exposed = 0.0
     for row in run.step:
         seconds = row.count * collective_s(row, run, device)
-        if row.kind in kinds and _is_data(row, run.mesh, inner):
+        axes = set(_axes(row, run.mesh))
+        # Hybrid sharding may have a mesh of its own.
+        shared = axes <= _DATA and axes != {"context"} if axes else gathers
+        if shared and row.kind in _OVERLAPPED:
             total += seconds
             first = max(first, seconds / row.count)
         else:
@@ -159,12 +153,6 @@ def _axes(row: Traffic, mesh: Mesh) -> tuple[str, ...]:
         return tuple(axis for axis in AXES if mesh.sizes[axis] > 1)
     names = ("replicate", "shard") if row.axis == "data" else tuple(row.axis.split(" + "))
     return names if set(names) <= set(AXES) else ()
-
-
-def _is_data(row: Traffic, mesh: Mesh, strategy: Config | None) -> bool:
-    axes = set(_axes(row, mesh))
-    own = not axes and isinstance(strategy, FSDP)  # hybrid sharding, on a mesh of its own
-    return own or (bool(axes) and axes <= _DATA and axes != {"context"})
 
 
 def collective_s(row: Traffic, run: DryRun, device: Device) -> float:
@@ -214,26 +202,3 @@ def collective_s(row: Traffic, run: DryRun, device: Device) -> float:
     else:  # broadcast, reduce, gather, scatter
         hops, sent = tree, size
     return hops + sent / bandwidth
-
-
-def bubble_share(strategy: Config, stages: int) -> float:
-    """Time that a rank waits for other stages, as a share of its forward and backward.
-
-    Sources: Narayanan et al., arXiv:2104.04473, section 2.2, for (p - 1) / m and interleaved
-    schedules; Qi et al., arXiv:2401.10241, for zero-bubble schedules, where backward of weights
-    fills two thirds; the README of DeepSeek's DualPipe for dualpipe_v.
-    """
-    if not isinstance(strategy, PP) or stages < 2:
-        return 0.0
-    loops = strategy.stages_per_rank or (1 if strategy.schedule in ("gpipe", "1f1b") else 2)
-    microbatches = strategy.microbatches or stages * loops
-    bubble = (stages - 1) / microbatches
-    return {
-        "gpipe": bubble,
-        "1f1b": bubble,
-        "looped_bfs": bubble / loops,
-        "interleaved_1f1b": bubble / loops,
-        "interleaved_zero_bubble": bubble / loops / 3,
-        "zbv_zero_bubble": 0.0,
-        "dualpipe_v": bubble / 3,
-    }[strategy.schedule]

@@ -9,9 +9,10 @@ from rich.console import Group, RenderableType
 from fxtrain._display import show_bytes
 from fxtrain._drawing import COLORS, make_figure, make_table, plain_text
 from fxtrain.choosing.costs import StepCost
+from fxtrain.choosing.devices import Device
 from fxtrain.errors import PlanError
 from fxtrain.profiling.tables import show_mesh
-from fxtrain.state import DDP, FSDP, PP, Device, Plan, unstructure
+from fxtrain.state import Plan, unstructure
 
 _PARTS = ("compute", "memory", "launches", "links", "bubbles")
 _MOST_REASONS = 8
@@ -142,23 +143,22 @@ def name_row(row: ChoiceRow) -> str:
     plan = row.plan
     mesh = plan.mesh and show_mesh(plan.mesh)
     batches = f"{row.batch_size} x {plan.accumulate}" if plan.accumulate > 1 else row.batch_size
-    parts = [_strategy(plan.strategy), mesh or "one rank", f"batch {batches}"]
+    parts = [_named(plan.strategy), mesh or "one rank", f"batch {batches}"]
     return ", ".join(parts + ["recompute"] * bool(plan.recompute))
 
 
-def _strategy(strategy: Any) -> str:
-    """The settings of a strategy that a search varies."""
+def _named(config: Any) -> str:
+    """A config with the settings that are not at their defaults; of tuples, it shows none."""
     words: list[str] = []
-    if isinstance(strategy, DDP) and strategy.shard_optimizer:
-        words.append("shard_optimizer")
-    if isinstance(strategy, PP):
-        words += [f"{strategy.microbatches} micro-batches"] * bool(strategy.microbatches)
-        words += [_strategy(strategy.stages)] if strategy.stages else []
-    if isinstance(strategy, FSDP):
-        words += [strategy.mode] * (strategy.mode != "full")
-        words += ["TP"] * (strategy.tensor is not None) + ["offload"] * strategy.offload
-        words += [f"expert={strategy.expert}"] * (strategy.expert is not None)
-    return type(strategy).__name__ + (f"({', '.join(words)})" if words else "")
+    for field in attrs.fields(type(config)):
+        value = getattr(config, field.name)
+        if value == field.default or isinstance(value, tuple):
+            continue
+        if attrs.has(type(value)):
+            words.append(_named(value))
+        else:
+            words.append(field.name if value is True else f"{field.name}={value}")
+    return type(config).__name__ + (f"({', '.join(words)})" if words else "")
 
 
 def _cells(row: ChoiceRow) -> tuple[str, ...]:
@@ -178,12 +178,5 @@ def _seconds(seconds: float) -> str:
 
 
 def _row_data(row: ChoiceRow) -> dict[str, Any]:
-    return {
-        "plan": unstructure(row.plan),
-        "batch_size": row.batch_size,
-        "memory": row.memory,
-        "seconds": row.cost.seconds,
-        "cost": attrs.asdict(row.cost),
-        "rows_per_s": row.rows_per_s,
-        "limit": row.cost.limit,
-    }
+    figures = {"seconds": row.cost.seconds, "rows_per_s": row.rows_per_s, "limit": row.cost.limit}
+    return {**unstructure(row), **figures}

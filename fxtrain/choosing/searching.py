@@ -1,7 +1,6 @@
 """Which plan is the fastest that fits: dry runs of the most promising ones, within a time."""
 
 import heapq
-import itertools
 import math
 import re
 import time
@@ -15,27 +14,27 @@ import attrs
 
 from fxtrain._display import show_bytes
 from fxtrain.choosing.candidates import (
-    Lane,
     Question,
     Trial,
-    deepened,
+    data_ranks,
     estimated_seconds,
     held_memory,
     lanes,
     least_memory,
     micro_batches,
-    needs_split,
+    needs_no_split,
     next_trials,
-    offloads,
-    planned_trial,
+    with_rows,
 )
 from fxtrain.choosing.costs import StepCost, step_cost
+from fxtrain.choosing.devices import DEVICES, Device
 from fxtrain.choosing.report import Choice, ChoiceRow, name_row
 from fxtrain.choosing.trials import SHORT, Program, batch_size, dry_runs, workers
 from fxtrain.errors import PlanError
 from fxtrain.launchers.machine import usable_cores
-from fxtrain.state import DEVICES, Device, DryRun, Memory, Plan, loads, structure
+from fxtrain.state import DryRun, Plan, loads, structure
 from fxtrain.state.mesh import Mesh, resolve_mesh
+from fxtrain.state.registry import strategy_of
 
 MOST_RUNS = 60
 # Share of a device's memory that a plan may use: CUDA, NCCL and the allocator take the rest.
@@ -47,6 +46,7 @@ _IGNORED = (
     "the program passes another plan to fx.wrap, so that this one has no effect. Leave the plan "
     "out there, or pass fx.given_plan(plan)"
 )
+_NO_NEED = "splits layers or stages of a model that half a device holds, with rows for every rank"
 _FEWER_ROWS = (
     "fewer rows or updates than asked: the data ends, or the program takes another batch size"
 )
@@ -116,22 +116,22 @@ class _Search:
     rows: int = 0
     own: int = 0
     blocks: tuple[str, ...] = ()
-    probe: Memory = attrs.field(factory=Memory)
-    compute_s: float = 0.0
-    first: Trial | None = None  # the user's own
-    queue: list[tuple[float, int, Lane, Trial]] = attrs.field(factory=list)
+    queue: list[tuple[float, int, Trial]] = attrs.field(factory=list)
     known: set[Trial] = attrs.field(factory=set)
-    numbers: Any = attrs.field(factory=itertools.count)
     results: list[_Result] = attrs.field(factory=list)
     dropped: Counter[str] = attrs.field(factory=Counter)
-    least: list[float] = attrs.field(factory=list)  # bytes that dropped lanes need
+    least: list[float] = attrs.field(factory=list)  # bytes that dropped plans need
     runs: int = 0
 
     def begin(self, answer: Mapping[str, Any]) -> None:
         """Fill the queue from the dry run on one rank."""
         (run,) = (loads(text, DryRun) for _, _, text in answer["runs"])
-        _raise_problems(run)
         about = answer["about"]
+        if fatal := [problem.text for problem in run.problems if problem.fatal]:
+            raise PlanError(
+                f"The dry run of {run.name} on one rank ends with a problem, so that no plan can "
+                f"be tried:\n" + "\n".join(fatal)
+            )
         if not about or not about["rows"]:
             raise PlanError(
                 f"{run.name} trains a model without fx.wrap and fx.step, so that a plan has no "
@@ -139,45 +139,34 @@ class _Search:
             )
         plan = structure(about["plan"], Plan)
         self.question = attrs.evolve(self.question, plan=plan)
-        self.own, self.probe = about["rows"], run.memory
+        self.own, self.rows = about["rows"], about["update"]
         # Recomputation that the program itself asks for stays.
         self.blocks = () if plan.recompute else tuple(about["blocks"])
-        found = lanes(self.question, about)
-        mesh = found[0][1]
-        each = 1 if plan.batch == "global" else mesh.replicate * mesh.shard
-        self.rows = self.question.rows or self.own * plan.accumulate * each
         cost = step_cost(run, plan, self.device)
-        self.compute_s = (cost.compute_s + cost.memory_s) * self.rows / self.own
-        for number, lane in enumerate(found):
-            if (problem := about["refused"].get(str(number))) is not None:
-                self.drop(problem.splitlines()[0])
+        compute_s = (cost.compute_s + cost.memory_s) * self.rows / self.own
+        for number, lane in enumerate(lanes(self.question, about)):
+            allowed = micro_batches(self.question, lane, self.rows, self.own)
+            least = least_memory(lane, run.memory)
+            if problem := about["refused"].get(str(number)):
+                self.drop(problem)
+            elif not allowed:
+                self.drop(f"the {self.rows:,} rows of an update are not divisible among the ranks")
+            elif least > self.memory:
+                self.least.append(least)
+                self.drop("parameters, gradients and optimizer states alone do not fit")
+            elif number and needs_no_split(lane, run.memory, self.question, self.memory, self.rows):
+                self.drop(_NO_NEED)
             else:
-                self._add_lane(deepened(self.question, lane, self.rows), first=number == 0)
+                attempt = with_rows(lane, self.rows, allowed[0])
+                seconds = estimated_seconds(lane, run.memory, compute_s, self.device)
+                late = _LATER if _offloads(attempt) else 0.0
+                self.add(seconds + late if number else 0.0, attempt)  # the user's own first
 
-    def _add_lane(self, lane: Lane, *, first: bool) -> None:
-        allowed = micro_batches(self.question, lane, self.rows, self.own)
-        least = least_memory(lane, self.probe)
-        split = needs_split(lane, self.probe, self.question, self.memory, self.rows)
-        if not allowed:
-            self.drop(f"the {self.rows:,} rows of an update are not divisible among the ranks")
-        elif least > self.memory:
-            self.least.append(least)
-            self.drop("parameters, gradients and optimizer states alone do not fit")
-        elif split and not first:
-            self.drop(split)
-        else:
-            kept = self.question.plan.recompute
-            attempt = planned_trial(self.question, lane, self.rows, allowed[0], kept)
-            seconds = estimated_seconds(lane, self.probe, self.compute_s, self.device)
-            self.first = attempt if first else self.first
-            late = _LATER if offloads(lane[0]) else 0.0
-            self.add(0.0 if first else seconds + late, lane, attempt)
-
-    def add(self, seconds: float, lane: Lane, attempt: Trial) -> None:
+    def add(self, seconds: float, attempt: Trial) -> None:
         """Queue a plan, unless it is known."""
         if attempt not in self.known:
             self.known.add(attempt)
-            heapq.heappush(self.queue, (seconds, next(self.numbers), lane, attempt))
+            heapq.heappush(self.queue, (seconds, len(self.known), attempt))
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Count a reason; those that differ in numbers are one."""
@@ -185,19 +174,19 @@ class _Search:
         same = next((text for text in self.dropped if _NUMBER.sub("0", text) == plain), reason)
         self.dropped[same] += count
 
-    def next(self) -> tuple[float, Lane, Trial] | None:
+    def next(self) -> tuple[float, Trial] | None:
         """The most promising plan of the queue; None if it is empty."""
         fits = any(result.memory <= self.memory for result in self.results)
         while self.queue:
-            seconds, _, lane, attempt = heapq.heappop(self.queue)
-            if not (fits and offloads(lane[0]) and attempt is not self.first):
-                return seconds, lane, attempt
+            seconds, _, attempt = heapq.heappop(self.queue)
+            if not (fits and _offloads(attempt)):
+                return seconds, attempt
             self.drop("holds parameters in host memory, which is slow, and other plans fit")
         return None
 
-    def end(self, of: tuple[float, Lane, Trial], future: Future[Any]) -> None:
+    def end(self, of: tuple[float, Trial], future: Future[Any]) -> None:
         """Keep the dry runs of a plan, or drop it; queue what to try instead if it is too large."""
-        seconds, lane, attempt = of
+        seconds, attempt = of
         plan, size = attempt
         error = future.exception()
         if isinstance(error, BrokenProcessPool):
@@ -210,11 +199,10 @@ class _Search:
         self.runs += len(runs)
         fatal = [p.text for run in runs.values() for p in run.problems if p.fatal]
         last = list(runs.values())[-1]
-        expected = size * plan.mesh.replicate * plan.mesh.shard if plan.mesh else size
-        seen = answer["about"].get("rows", expected)
+        expected = size * data_ranks(plan)
         if fatal:
             self.drop(fatal[0].splitlines()[0])
-        elif last.updates < 2 or seen < expected:
+        elif last.updates < 2 or answer["about"].get("rows", expected) < expected:
             self.drop(_FEWER_ROWS)
         elif not _is_followed(plan, last):
             self.drop(_IGNORED, 1 + len(self.queue))
@@ -222,13 +210,13 @@ class _Search:
         else:
             result = _Result(attempt=attempt, runs=runs, rows=self.rows)
             self.results.append(result)
-            allowed = micro_batches(self.question, lane, self.rows, self.own)
+            allowed = micro_batches(self.question, plan, self.rows, self.own)
             # Plans for half the memory come last: they show what a smaller device would cost.
             for memory, late in ((self.memory, 0.0), (self.memory / 2, _LATER)):
                 if result.memory > memory:
                     run, blocks = result.largest, self.blocks
                     for other in next_trials(self.question, attempt, run, memory, allowed, blocks):
-                        self.add(seconds + late, lane, other)
+                        self.add(seconds + late, other)
 
     def choice(self) -> Choice:
         """The table of what fits, on this device and on others."""
@@ -291,12 +279,9 @@ class _Search:
         )
 
 
-def _raise_problems(run: DryRun) -> None:
-    if fatal := [problem.text for problem in run.problems if problem.fatal]:
-        raise PlanError(
-            f"The dry run of {run.name} on one rank ends with a problem, so that no plan can be "
-            f"tried:\n" + "\n".join(fatal)
-        )
+def _offloads(attempt: Trial) -> bool:
+    plan, _ = attempt
+    return strategy_of(plan.strategy).in_host_memory(plan)
 
 
 def _is_followed(plan: Plan, run: DryRun) -> bool:
@@ -346,7 +331,7 @@ def search(
     count = processes or len(usable_cores())
     deadline = time.monotonic() + 60 * minutes
     found = _Search(question=question, device=device, memory=USABLE * device.memory)
-    running: dict[Future[Any], tuple[float, Lane, Trial]] = {}
+    running: dict[Future[Any], tuple[float, Trial]] = {}
     with workers(program, count, 60 * minutes) as pool:
         first = pool.submit(dry_runs, program, probe, 1, question, cache)
         if not wait([first], timeout=60 * minutes).done:
@@ -356,7 +341,7 @@ def search(
             while len(running) < count and found.runs + len(running) < most:
                 if (following := found.next()) is None:
                     break
-                future = pool.submit(dry_runs, program, following[2], question.world, None, cache)
+                future = pool.submit(dry_runs, program, following[1], question.world, None, cache)
                 running[future] = following
             if not running:
                 break

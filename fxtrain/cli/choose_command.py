@@ -15,17 +15,19 @@ from rich.progress import Progress
 
 from fxtrain._reading import write_file
 from fxtrain.choosing.candidates import Question, Trial
+from fxtrain.choosing.devices import read_device
 from fxtrain.choosing.report import Choice
 from fxtrain.choosing.searching import search
 from fxtrain.choosing.trials import Look, batch_size
-from fxtrain.cli.output import Exit, report, save_picture, warn
+from fxtrain.cli.output import Exit, report, warn
+from fxtrain.cli.tables import save_picture
 from fxtrain.errors import PlanError
 from fxtrain.launchers.child import become
 from fxtrain.launchers.config import LaunchConfig, launch_config, render
 from fxtrain.launchers.program import plan_variable
 from fxtrain.launchers.spec import name_values
 from fxtrain.profiling import place, rehearse
-from fxtrain.state import DryRun, Plan, read_device, unstructure
+from fxtrain.state import DryRun, Plan, unstructure
 from fxtrain.state.files import format_of
 
 _CHOSEN = ("strategy", "mesh", "accumulate", "recompute")

@@ -13,16 +13,8 @@ import click
 from fxtrain import _extensions
 from fxtrain._reading import read_text, write_file
 from fxtrain._record import shown
-from fxtrain.cli.output import (
-    Exit,
-    FilePath,
-    as_json,
-    json_asked,
-    print_table,
-    print_text,
-    report,
-    warn,
-)
+from fxtrain.cli.output import Exit, FilePath, as_json, json_asked, print_text, report, warn
+from fxtrain.cli.tables import print_table
 from fxtrain.errors import PlanError
 from fxtrain.launchers.config import (
     HERE,

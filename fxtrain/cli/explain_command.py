@@ -8,7 +8,8 @@ import click
 
 from fxtrain import errors
 from fxtrain._other_names import closest
-from fxtrain.cli.output import as_json, print_table, print_text, report
+from fxtrain.cli.output import as_json, print_text, report
+from fxtrain.cli.tables import print_table
 
 _PAGE = Path(__file__).with_name("error_codes.md")
 _WIDTH = 80

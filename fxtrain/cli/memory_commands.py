@@ -8,17 +8,8 @@ import attrs
 import click
 
 from fxtrain._display import read_bytes, show_bytes
-from fxtrain.cli.output import (
-    COUNT,
-    NOT_NEGATIVE,
-    PAIR,
-    as_json,
-    option,
-    print_table,
-    print_text,
-    report,
-    warn,
-)
+from fxtrain.cli.output import COUNT, NOT_NEGATIVE, PAIR, as_json, option, print_text, report, warn
+from fxtrain.cli.tables import print_table
 from fxtrain.errors import PlanError
 from fxtrain.state import Placement, Quantize, read_plan, unstructure, write_record
 from fxtrain.state.precision import quantize_of

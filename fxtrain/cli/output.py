@@ -1,25 +1,20 @@
 """Output of commands: tables and lines for people, JSON for programs; exit codes."""
 
 import enum
-import io
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console, RenderableType
 
-from fxtrain._drawing import make_table
-from fxtrain._optional import optional
-from fxtrain._reading import path_problem, write_file
-from fxtrain.errors import PlanError, escape_unprintable
+from fxtrain._reading import path_problem
+from fxtrain.errors import escape_unprintable
 
 F = TypeVar("F", bound=Callable[..., Any])
-PICTURES = (".svg", ".png", ".pdf")
 COUNT = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
 POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -120,11 +115,6 @@ def report(data: Any, shown: str | RenderableType | Callable[[], None]) -> None:
         print_renderable(shown)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, in color in a terminal only."""
-    print_renderable(make_table(columns, rows))
-
-
 def print_renderable(table: RenderableType) -> None:
     """Print what rich lays out, in color on a terminal only."""
     terminal = sys.stdout.isatty()
@@ -134,27 +124,6 @@ def print_renderable(table: RenderableType) -> None:
         console.print(table)
     # Without trailing blanks, which would be copied along.
     click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
-
-
-def picture_option(flag: str, help: str) -> Callable[[F], F]:
-    """An option for a picture, which is refused before anything runs if it cannot be drawn."""
-
-    def check(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
-        if path is not None:
-            if Path(path).suffix not in PICTURES:
-                kinds = ", ".join(PICTURES)
-                raise PlanError(f"{flag} {path}: the name of a picture ends in {kinds}.")
-            optional("matplotlib", extra="plots", needed_by=flag)
-        return path
-
-    return option(flag, f"{help}: {', '.join(PICTURES)}", metavar="FILE", callback=check)
-
-
-def save_picture(figure: Any, path: str | Path) -> None:
-    """Write a figure of matplotlib in the format of its suffix, completely or not at all."""
-    data = io.BytesIO()
-    figure.savefig(data, format=Path(path).suffix.removeprefix(".").lower())
-    write_file(path, data.getvalue())
 
 
 def print_text(text: str) -> None:

@@ -19,18 +19,8 @@ from rich.console import Group
 
 from fxtrain._display import read_bytes
 from fxtrain._reading import read_text, write_file
-from fxtrain.cli.output import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Exit,
-    Words,
-    as_json,
-    option,
-    picture_option,
-    report,
-    save_picture,
-)
+from fxtrain.cli.output import COUNT, NOT_NEGATIVE, POSITIVE, Exit, Words, as_json, option, report
+from fxtrain.cli.tables import picture_option, save_picture
 from fxtrain.errors import FxError
 from fxtrain.launchers import LaunchSpec, check_target
 from fxtrain.launchers.child import become

@@ -17,15 +17,8 @@ from rich.table import Table
 from fxtrain._display import show_bytes
 from fxtrain._drawing import make_table
 from fxtrain._reading import write_file
-from fxtrain.cli.output import (
-    PICTURES,
-    as_json,
-    option,
-    print_renderable,
-    print_text,
-    report,
-    save_picture,
-)
+from fxtrain.cli.output import as_json, option, print_renderable, print_text, report
+from fxtrain.cli.tables import PICTURES, save_picture
 from fxtrain.curves import (
     Curve,
     RunReader,

@@ -17,17 +17,9 @@ import click
 
 from fxtrain._display import counted
 from fxtrain._reading import read_text
-from fxtrain.cli.output import (
-    COUNT,
-    Exit,
-    FilePath,
-    as_json,
-    json_asked,
-    option,
-    print_table,
-    report,
-    warn,
-)
+from fxtrain.choosing.devices import DEVICES, Device, read_device
+from fxtrain.cli.output import COUNT, Exit, FilePath, as_json, json_asked, option, report, warn
+from fxtrain.cli.tables import print_table
 from fxtrain.diagnosis import collect, fact_problems, facts_here
 from fxtrain.errors import LaunchError
 from fxtrain.launchers import LAUNCHERS, LaunchSpec, describe, find_launcher, run
@@ -35,7 +27,7 @@ from fxtrain.launchers.built_in.tpu import setup_command
 from fxtrain.launchers.config import from_flags, resolve
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.spec import options_from
-from fxtrain.state import DEVICES, Device, Plan, dumps, read_device, unstructure
+from fxtrain.state import Plan, dumps, unstructure
 from fxtrain.state.files import format_of
 
 _TRIAL = "fxtrain.diagnosis.trial"

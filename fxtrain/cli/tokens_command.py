@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fxtrain._display import counted
-from fxtrain.cli.output import COUNT, as_json, option, print_table, print_text, report, warn
+from fxtrain.cli.output import COUNT, as_json, option, print_text, report, warn
+from fxtrain.cli.tables import print_table
 
 _LINE_EVERY_S = 10.0
 _BAR = 40  # characters of the longest bar of a histogram

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from fxtrain import _extensions
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
-from fxtrain.data.tensor_batches import batch
 
 if TYPE_CHECKING:
     from fxtrain._extensions import (
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         MegatronTokens,
         NanoGPTTokens,
         NumPyTokens,
+        batch,
         document_attention,
         document_bounds,
         tokenize,

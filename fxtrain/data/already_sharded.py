@@ -17,7 +17,7 @@ from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advanc
 from fxtrain.data.sources import StepSource, check_order, row_source, why_reread
 from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
-from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.ops.plan_agreement import agree_on_plan
 from fxtrain.state import DistContext, Plan, Position
 
 _HAS, _ENDED, _FAILED = range(3)  # states of a rank
@@ -189,7 +189,7 @@ def uneven_batches(
         PlanError: the ranks pass different plans; on every rank.
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
-    check_same_plan("iterating", ctx, plan, {})
+    agree_on_plan("iterating", ctx, plan)
     epoch, position = cursor.position.epoch, cursor.position
     # The state of this rank's stream, and rows of all ranks to skip.
     stream, skipped = (cursor.state["stream"], 0) if cursor.state else (None, position.index)
@@ -277,7 +277,9 @@ def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int, int]]:
     local = torch.tensor([[turn.state, turn.size, number]], device="cpu")
     table: list[list[int]] = ops.gather(local, ctx).tolist()
     if any(state == _FAILED for state, *_ in table):
-        ops.raise_together(turn.error, ctx)
+        with ops.fail_together(ctx):
+            if turn.error is not None:
+                raise turn.error
     return [(state, size, number) for state, size, number in table]
 
 

@@ -19,7 +19,7 @@ from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, advance, to_
 from fxtrain.data.sources import Loaded, StepSource
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.errors import DataError
-from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.ops.plan_agreement import agree_on_plan
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import Batch, DistContext, Plan, Position
 from fxtrain.state.batch import Data_co
@@ -515,7 +515,7 @@ class Sharded(Displayed, Generic[Data_co]):
         asked |= {"batching": self._batching, "sampler": self._sampler_name()}
         asked["position"] = cursor.position
         try:
-            check_same_plan("iterating", self.ctx, self.plan, asked, cures=_CURES)
+            agree_on_plan("iterating", self.ctx, self.plan, asked, cures=_CURES)
         finally:
             if problem is not None:
                 raise problem

@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from fxtrain.data.already_sharded import presharded_source
+from fxtrain import _extensions
 from fxtrain.data.dataset_uses import DatasetUses
 from fxtrain.data.fetch import PlainStream
 from fxtrain.data.rank_slices import Batching
@@ -285,7 +285,7 @@ def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:
             lambda: _source(loader, data.world_size, plan, everyone, uses), data, plan
         )
     elif plan.data.source == "sharded":
-        source, batching = presharded_source(loader, data, plan, uses)
+        source, batching = _extensions.presharded_source(loader, data, plan, uses)
     else:
         ranks = everyone[data.rank : data.rank + 1]
         source, batching = _source(loader, data.world_size, plan, ranks, uses)

@@ -48,7 +48,7 @@ from fxtrain.data.rank_slices import (
 from fxtrain.data.to_device import with_tensors
 from fxtrain.data.user_loader import FedSampler, rebuild
 from fxtrain.errors import DataError
-from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.ops.plan_agreement import agree_on_plan
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Plan, Position
 
@@ -441,7 +441,7 @@ def dispatch_source(
         DataError: rank 0 could not create its source; rank 0 raises its own error.
         PlanError: the ranks pass different plans; on every rank.
     """
-    check_same_plan("shard", ctx, plan, {})
+    agree_on_plan("shard", ctx, plan)
     inner, (batching, length, stateful, endless) = _broadcast_layout(make, ctx)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from fxtrain import __version__
+from fxtrain._host_memory import available_memory
 from fxtrain.errors import ContextError, PlanError
 from fxtrain.launchers.config import LaunchConfig, resolve
 from fxtrain.state.topology import read_topology
@@ -107,7 +108,7 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _memory() -> str:
-    sizes = import_module("fxtrain._host_memory").available_memory()  # imports torch
+    sizes = available_memory()
     free, total, machine = (size / 2**30 for size in sizes)
     if not total:
         return "unknown"

@@ -5,7 +5,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,11 @@ import fxtrain as fx
 from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain._host_memory import available_memory
+from fxtrain.choosing.devices import Device
 from fxtrain.meters import memory
 from fxtrain.ops.devices import synchronize
 from fxtrain.profiling.operators import operator_call
-from fxtrain.state import Device, DistContext, loads, write_record
+from fxtrain.state import DistContext, loads, write_record
 from fxtrain.state.mesh import AXES
 
 _EACH_S = 1.5  # of one figure
@@ -58,15 +59,19 @@ def _once(call: Callable[[], object], ctx: DistContext) -> float:
 
 def product_rate(ctx: DistContext, dtype: torch.dtype, each_s: float = _EACH_S) -> float:
     """FLOP/s of matrix products as in forward and backward, where one matrix is transposed."""
+
+    def matrices() -> list[torch.Tensor]:
+        return [torch.ones(side, side, dtype=dtype, device=ctx.device) for _ in range(2)]
+
     side = 256
-    while True:
-        a, b = (torch.ones(side, side, dtype=dtype, device=ctx.device) for _ in range(2))
+    while side < _LARGEST_SIDE:
+        a, b = matrices()
         torch.mm(a, b)
-        if _once(lambda a=a, b=b: torch.mm(a, b), ctx) > _PRODUCT_S or side == _LARGEST_SIDE:
+        if _once(partial(torch.mm, a, b), ctx) > _PRODUCT_S:
             break
         side *= 2
     side = ops.broadcast_object(side, ctx)
-    a, b = (torch.ones(side, side, dtype=dtype, device=ctx.device) for _ in range(2))
+    a, b = matrices()
 
     def products() -> None:
         torch.mm(a, b)
@@ -76,40 +81,37 @@ def product_rate(ctx: DistContext, dtype: torch.dtype, each_s: float = _EACH_S) 
     return 3 * 2 * side**3 / median_s(products, ctx, each_s)
 
 
+def gradient_rate(
+    ctx: DistContext,
+    fn: Callable[..., torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    flops: int,
+    each_s: float = _EACH_S,
+) -> float:
+    """FLOP/s of the forward and backward of a function of tensors with these shapes."""
+    dtype = torch.float32 if ctx.device.type == "cpu" else torch.bfloat16
+    tensors = [
+        torch.ones(shape, dtype=dtype, device=ctx.device, requires_grad=True) for shape in shapes
+    ]
+    return flops / median_s(lambda: torch.autograd.grad(fn(*tensors).sum(), tensors), ctx, each_s)
+
+
 def attention_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
     """FLOP/s of causal attention, forward and backward."""
     on_cpu = ctx.device.type == "cpu"
-    shape_BHTK = (2, 4, 512, 32) if on_cpu else (4, 16, 4096, 128)
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    q, k, v = (
-        torch.ones(shape_BHTK, dtype=dtype, device=ctx.device, requires_grad=True) for _ in range(3)
-    )
-    batch, heads, length, width = shape_BHTK
+    shape_BHTK = batch, heads, length, width = (2, 4, 512, 32) if on_cpu else (4, 16, 4096, 128)
+    attend = partial(F.scaled_dot_product_attention, is_causal=True)
     # Two products of which causal attention computes half, and five of them in backward.
     flops = 7 * batch * heads * length**2 * width
-
-    def attend() -> None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(out.sum(), (q, k, v))
-
-    return flops / median_s(attend, ctx, each_s)
+    return gradient_rate(ctx, attend, [shape_BHTK] * 3, flops, each_s)
 
 
 def convolution_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
     """FLOP/s of a convolution, forward and backward."""
-    on_cpu = ctx.device.type == "cpu"
-    rows, channels, side = (16, 32, 32) if on_cpu else (64, 128, 56)
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    x = torch.ones(rows, channels, side, side, dtype=dtype, device=ctx.device, requires_grad=True)
-    weight = torch.ones(
-        channels, channels, 3, 3, dtype=dtype, device=ctx.device, requires_grad=True
-    )
-
-    def convolve() -> None:
-        torch.autograd.grad(F.conv2d(x, weight, padding=1).sum(), (x, weight))
-
+    rows, channels, side = (16, 32, 32) if ctx.device.type == "cpu" else (64, 128, 56)
+    shapes = [(rows, channels, side, side), (channels, channels, 3, 3)]
     flops = 3 * 2 * rows * side**2 * channels**2 * 9
-    return flops / median_s(convolve, ctx, each_s)
+    return gradient_rate(ctx, partial(F.conv2d, padding=1), shapes, flops, each_s)
 
 
 def memory_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:

@@ -22,6 +22,7 @@ _LOST_PEER = re.compile(
     r"|[\\/]gloo[\\/]|\[FX102\]$",  # the code of a rank that waited in vain for others to connect
     re.IGNORECASE,
 )
+_QUOTED_RANK = re.compile(r"\w+: rank (\d+)\b")  # an error of that rank, raised on every rank
 _KERNEL_COUNTERS = Path("/proc/vmstat")
 _PERHAPS_MEMORY = "The kernel does that when memory runs out: run dmesg, or use less memory."
 _MEMORY = (
@@ -154,10 +155,14 @@ def distance(failure: Failure) -> int:
         if failure.code == -signal.SIGABRT:
             return 1
         return 0 if _own_code(failure) else 2
-    lost = failure.kind.startswith("torch.distributed.") or failure.kind.endswith(
-        ".CollectiveError"
+    quoted = _QUOTED_RANK.match(failure.error)
+    lost = (
+        failure.kind.startswith("torch.distributed.")
+        or failure.kind.endswith(".CollectiveError")
+        or _LOST_PEER.search(failure.error) is not None
+        or (quoted is not None and int(quoted[1]) != failure.rank)
     )
-    return int(lost or bool(_LOST_PEER.search(failure.error)))
+    return int(lost)
 
 
 def _own_code(failure: Failure) -> bool:

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 from fxtrain import _extensions
 from fxtrain.loop.evaluating import Mean, evaluate
 from fxtrain.loop.fitting import fit
-from fxtrain.loop.releasing import release
 from fxtrain.loop.stepping import StepFns, step, update
 
 if TYPE_CHECKING:
-    from fxtrain._extensions import EMA, EarlyStopping, ema
+    from fxtrain._extensions import EMA, EarlyStopping, ema, release
 
 __all__ = [
     "EMA",

@@ -35,7 +35,7 @@ from fxtrain.loop.fit_entries import (
     tokens_of,
 )
 from fxtrain.loop.stepping import StepFns
-from fxtrain.ops.transport.exchange import exchange_texts
+from fxtrain.ops.objects import gather_given
 from fxtrain.state import Batch, DistContext, Position, Report
 from fxtrain.state.precision import as_names
 
@@ -535,10 +535,10 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
         reason = "signaled"
     if ctx.world_size == 1:
         return reason, bool(due or late)
-    # Rank 0 alone says whether it is late. Many ranks send nothing more than the call, usually.
-    words = [reason or "", "late"] if late and ctx.is_main else [reason or ""]
-    texts = exchange_texts(ctx, ("fit", "its check after an update"), " ".join(words))
-    reasons = [text.partition(" ")[0] or None for text in texts]
+    # Rank 0 alone says whether it is late. Usually, no rank sends more than the call.
+    own = (reason, late and ctx.is_main)
+    told = gather_given(("fit", "its check after an update"), own if any(own) else None, ctx)
+    reasons = [None if each is None else each[0] for each in told]
     gone = [rank for rank, reason in enumerate(reasons) if reason in ("left", "failed")]
     if 0 < len(gone) < len(reasons):
         ops.log(ctx).warning(
@@ -548,7 +548,7 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
             position.updates,
         )
     stop = next((why for why in _REASONS if why in reasons), None)
-    return stop, bool(due or texts[0].endswith("late"))
+    return stop, bool(due or (told[0] is not None and told[0][1]))
 
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:

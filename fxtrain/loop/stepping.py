@@ -12,7 +12,7 @@ from fxtrain import _tree, ops
 from fxtrain._record import shown
 from fxtrain.errors import StepError
 from fxtrain.ops import weighting
-from fxtrain.ops.micro_batches import end_micro_batch, run_micro_batch
+from fxtrain.ops.micro_batches import end_micro_batch, micro_batch_of, run_micro_batch
 from fxtrain.ops.schedules import waiting_schedulers
 from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.ops.transport.pace import Pace
@@ -48,7 +48,7 @@ def check_loss_function(call: str, function: Any) -> None:
     """Refuse what is not a function of (model, batch), such as `nn.CrossEntropyLoss()`."""
     kind = function if isinstance(function, type) else type(function)
     # A module of torch's, or a class that extends one, and a function beside them.
-    of_torch = any(each.__module__ == "torch.nn.modules.loss" for each in kind.__mro__)
+    of_torch = "torch.nn.modules.loss" in [each.__module__ for each in kind.__mro__]
     if of_torch or getattr(function, "__module__", "") == "torch.nn.functional":
         name = getattr(function, "__name__", kind.__name__)
         raise StepError(
@@ -159,11 +159,12 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     position, window = batch.position, model.window
     pace = ctx.comm.state.slots.get(Pace)
     if model.status.block is not None:
-        _check_block(model.status.block[0], batch, model)
+        _check_block(model.status.block.batch, batch, model)
     try:
         loss = fns.loss if pace is None else _timed(fns.loss, pace, model)
-        weighted = run_micro_batch(batch, model, partial(_compute_loss, loss))
-        outcome = end_micro_batch(batch, model)
+        micro_batch = micro_batch_of(batch, model)
+        weighted = run_micro_batch(micro_batch, model, partial(_compute_loss, loss))
+        outcome = end_micro_batch(micro_batch, model)
     except RuntimeError as error:
         # torch's message says how long it waited.
         name_lost_rank(ctx, ("step", "forward, backward and update"), error)

@@ -97,16 +97,13 @@ def export(
     if ranks is not None:
         ops.agree(f"{action}, {sharded=}, {digest}", ranks, name="export")
     with contextlib.ExitStack() as stack:
-        source = target = None
-        with fail_together(ranks, action):
+        with fail_together(ranks, action, src=0) as together:
             if ranks is None or ranks.is_main:
                 target = Path(folder).absolute()
-                source = stack.enter_context(staging(target))
-        if ranks is not None:
-            source, target = ops.broadcast_object((source, target), ranks)
-        assert source is not None and target is not None
+                together.value = stack.enter_context(staging(target)), target
+        source, target = together.values[0]
         _write(weights, files, source, ranks, action, sharded=sharded)
-        with fail_together(ranks, action):
+        with fail_together(ranks, action, src=0):
             if ranks is None or ranks.is_main:
                 write_index(source, files)
                 _write_config(module, weights, source)

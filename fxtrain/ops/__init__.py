@@ -11,7 +11,6 @@ from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import Preemption, main_first, on_main, on_rank, preemption, say
 from fxtrain.ops.devices import fork_rng, seed
 from fxtrain.ops.logs import RankLogger, log
-from fxtrain.ops.mapping import map
 from fxtrain.ops.objects import (
     agree,
     all_ranks,
@@ -24,7 +23,7 @@ from fxtrain.ops.opening import duplicate
 from fxtrain.ops.padding import Padded, gather_valid, pad, unpad
 from fxtrain.ops.padding import gather_valid as gather_for_metrics
 from fxtrain.ops.restarts import restarting
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.schedules import schedule
 from fxtrain.ops.splitting import scatter, split
 from fxtrain.ops.step_parts import (
@@ -40,7 +39,7 @@ from fxtrain.ops.step_parts import (
 from fxtrain.ops.whole_tensors import save
 
 if TYPE_CHECKING:
-    from fxtrain._extensions import join_tokens, token_positions
+    from fxtrain._extensions import join_tokens, map, token_positions
 
 print = say  # not in __all__, since a star import would hide Python's own
 
@@ -63,6 +62,7 @@ __all__ = [
     "close",
     "detect",
     "duplicate",
+    "fail_together",
     "fork_rng",
     "gather",
     "gather_for_metrics",
@@ -76,7 +76,6 @@ __all__ = [
     "on_rank",
     "pad",
     "preemption",
-    "raise_together",
     "reduce",
     "restarting",
     "save",

@@ -24,6 +24,7 @@ from fxtrain.ops.opening import allow_files, open_by_members, open_group
 from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.ops.standing import STACKS
 from fxtrain.ops.transport.exchange import EMPTY, CallState, Updates, exchange_payloads
+from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
 from fxtrain.state.files import PLAN_VARIABLE, given_values, plan_with
@@ -243,7 +244,10 @@ def _connect_ranks(
     control = library.new_group(
         timeout=wait, backend="fake" if simulated else "gloo", group_desc=_CONTROL
     )
-    state = CommState()
+    shared: dict[type, Any] = {Updates: Updates()}
+    if topology.world_size > 1 and not simulated:
+        shared[Pace] = Pace()
+    state = CommState(slots={**shared})
     comm = Comm(
         group=world,
         control=control,
@@ -258,15 +262,12 @@ def _connect_ranks(
         key=key,
     )
     state.opened_groups.append(control)
-    comm.slot(Updates)
     comm.slot(CallState)  # the thread that connects makes the calls
     spans = {} if mesh is None else SPANS
     parts = {name: axis_groups(shape, span) for name, span in spans.items()}
     if topology.num_nodes > 1:
         parts["node"] = _node_parts(_context(topology, device, comm, shape, {}))
-    axes = _open_axes(comm, parts, topology.rank, wait, device, owned=owned)
-    for _, part in axes.values():
-        part.state.slots[Updates] = comm.slot(Updates)
+    axes = _open_axes(comm, parts, topology.rank, wait, device, owned=owned, shared=shared)
     ctx = _context(topology, device, comm, shape, axes)
     if not simulated:  # a rank that closes at once would break others that still connect
         exchange_payloads(ctx, ("detect", ""), EMPTY)
@@ -325,8 +326,13 @@ def _open_axes(
     device: torch.device,
     *,
     owned: bool,
+    shared: Mapping[type, Any],
 ) -> dict[str, tuple[int, Comm]]:
-    """One communicator per axis; every rank opens all of them, in the same order."""
+    """One communicator per axis; every rank opens all of them, in the same order.
+
+    Args:
+        shared: The slots that they share with the communicator of all ranks.
+    """
     opened: dict[tuple[tuple[int, ...], ...], Comm] = {}
     axes: dict[str, tuple[int, Comm]] = {}
     for name, parts in axis_parts.items():
@@ -337,9 +343,14 @@ def _open_axes(
         elif key in opened:  # data over the replicate axis only is replicate
             part = opened[key]
         else:
-            part = Comm(ranks=tuple(group_ranks), timeout_s=comm.timeout_s, checks=comm.checks)
+            part = Comm(
+                ranks=tuple(group_ranks),
+                timeout_s=comm.timeout_s,
+                checks=comm.checks,
+                state=CommState(slots={**shared}),
+            )
             if max(map(len, parts)) > 1:  # nodes may have different numbers of ranks
-                group = _open_axis(comm, name, parts, group_ranks, wait, device, owned)
+                group = _open_axis(comm, name, parts, group_ranks, wait, device, owned, part.state)
                 part = group if len(group_ranks) > 1 else part
             opened[key] = part
             if len(group_ranks) > 1:
@@ -358,6 +369,7 @@ def _open_axis(
     wait: timedelta,
     device: torch.device,
     owned: bool,  # noqa: FBT001 - internal
+    state: CommState,
 ) -> Comm:
     group: Any = dist.new_subgroups_by_enumeration(parts, timeout=wait)[0]
     control = group if comm.simulated else _open_control(parts, group_ranks, wait, owned=owned)
@@ -371,7 +383,7 @@ def _open_axis(
         name=f"{name}{group_ranks[0]}",
         ranks=tuple(group_ranks),
         close=Comm().close,
-        state=CommState(),
+        state=state,
     )
 
 

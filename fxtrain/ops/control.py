@@ -11,8 +11,8 @@ import attrs
 
 from fxtrain.errors import CollectiveError, ContextError
 from fxtrain.ops.objects import any_rank, gather_objects
-from fxtrain.ops.transport.exchange import CallState, exchange_texts
-from fxtrain.ops.transport.pickled import error_text
+from fxtrain.ops.same_errors import fail_together
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.state import DistContext, Position
 from fxtrain.state.context import check_connected
 
@@ -32,8 +32,7 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         waits for them, each for up to the context's `timeout_s`.
 
     Raises:
-        CollectiveError: another rank failed inside the block, with its error; on every rank that
-            did not fail. A rank that fails raises its own error.
+        Exception: the block failed on a rank; on every rank, as in `fail_together`.
 
     Example:
         >>> import fxtrain as fx
@@ -47,36 +46,17 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         yield
         return
     if not ctx.is_main:
-        _release_others(None, ctx)
+        with fail_together(ctx):  # until rank 0 has run the block
+            pass
     state.in_main_first = True
-    calls = state.count
-    problem: BaseException | None = None
     try:
-        yield
-    except BaseException as error:
-        # A collective inside the block was compared with main_first: every rank has raised.
-        if state.count != calls or ctx.comm.state.failure is not None:
-            raise
-        problem = error
+        with fail_together(ctx):
+            yield
     finally:
         state.in_main_first = False
     if ctx.is_main:
-        _release_others(problem, ctx)
-    if problem is None or not ctx.is_main:  # if rank 0 failed, the others have raised already
-        _release_others(problem, ctx)
-    if problem is not None:
-        raise problem
-
-
-def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
-    """Report to the other ranks that this one has finished the block, or why it failed."""
-    local_text = "" if problem is None else error_text(problem)
-    problems = exchange_texts(ctx, ("main_first", "", local_text), local_text)
-    failed = [
-        f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(problems) if text
-    ]
-    if failed and problem is None:
-        raise CollectiveError("\n".join([f"main_first: {failed[0]}", *failed[1:]]), code="FX303")
+        with fail_together(ctx):  # until the others have
+            pass
 
 
 def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:

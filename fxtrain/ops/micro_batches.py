@@ -1,7 +1,7 @@
 """A micro-batch: forward and backward; and what ends it, with the update where one is due.
 
-`fx.step` calls `run_micro_batch` and `end_micro_batch`, `ops.backward` the one and `ops.apply` the
-other, so that a loop of parts trains as `fx.step` does, in every bit.
+`fx.step` calls `micro_batch_of`, `run_micro_batch` and `end_micro_batch`, `ops.backward` the first
+two and `ops.apply` the last one, so that a loop of parts trains as `fx.step` does, in every bit.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from fxtrain.ops.transport.exchange import count_update
 from fxtrain.state import (
     Batch,
     DistContext,
+    MicroBatch,
     Plan,
     Position,
     UpdateResult,
@@ -45,6 +46,11 @@ def uniform_batch(model: Wrapped) -> Batch:
             f"many rows it has, and whether it ends an epoch. Pass it: fx.ops.backward(loss, "
             f"model, batch), with a batch of fx.shard or fx.batch."
         )
+    return one_row_each(model)
+
+
+def one_row_each(model: Wrapped) -> Batch:
+    """A batch without data, of one row on each rank."""
     rows = (1,) * model.ctx.axis("data").world_size
     valid = torch.ones(1, dtype=torch.bool, device=model.ctx.device)
     return Batch(data=None, position=Position(), valid=valid, rows=rows, sizes=rows)
@@ -72,28 +78,37 @@ def begin_graphs(model: Wrapped) -> None:
 def without_sync(model: Wrapped) -> Wrapped:
     """The model inside a block of `ops.sync`, which has entered that of the strategy."""
 
-    def inside(_: Wrapped, __: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    def inside(_: Wrapped, __: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext()
 
     return attrs.evolve(model, strategy=attrs.evolve(model.strategy, sync=inside))
 
 
-def closes_window(batch: Batch, model: Wrapped) -> bool:
-    """Whether the plan makes an update after this micro-batch, if it is the next one."""
-    plan = model.plan
-    return model.window.micro + 1 >= plan.accumulate or (batch.position.is_last and plan.flush)
+def micro_batch_of(batch: Batch, model: Wrapped, *, closes: bool | None = None) -> MicroBatch:
+    """What is known of a micro-batch before it runs.
 
-
-def count_micro_batch(batch: Batch, model: Wrapped) -> None:
-    """Add a micro-batch to the window, and note whether it closes it."""
-    window = model.window
-    window.closes = closes_window(batch, model)
-    if not window.closes or window.micro:  # else the window is this batch
-        weighting.count_rows(batch, model)
+    Args:
+        batch: The batch.
+        model: The wrapped model.
+        closes: Whether the window closes after it. None follows the plan, if it is the next one.
+    """
+    window, plan, block = model.window, model.plan, model.status.block
+    if closes is None:
+        last = batch.position.is_last and plan.flush
+        closes = last or window.micro + 1 >= plan.accumulate
+    has_rows = 0 not in batch.sizes or batch.sizes[model.ctx.axis("data").rank] > 0
+    return MicroBatch(
+        batch=batch,
+        closes=closes,
+        reduces=closes or plan.sync_each if block is None else block.reduces,
+        has_rows=has_rows,
+        nested=block is not None,
+        buffers=None if has_rows else model.status.before_call,
+    )
 
 
 def run_micro_batch(
-    batch: Batch,
+    micro_batch: MicroBatch,
     model: Wrapped,
     compute_loss: Callable[[Wrapped, Batch], WeightedLoss],
     *,
@@ -102,7 +117,7 @@ def run_micro_batch(
     """Forward and backward of a micro-batch.
 
     Args:
-        batch: The batch.
+        micro_batch: The micro-batch.
         model: The wrapped model.
         compute_loss: (model, batch) → the loss, weighted.
         counts: Whether it is a new micro-batch, and not another loss of the last one.
@@ -111,22 +126,20 @@ def run_micro_batch(
         The first micro-batch of a window drops gradients that another model has left.
     """
     window, plan, status = model.window, model.plan, model.status
-    window.sizes = batch.sizes
-    if not (status.added_grads or window.micro):
+    window.sizes = micro_batch.batch.sizes
+    if not (window.added or window.micro):
         model.strategy.begin(model)
-    if counts:
-        # As `count_micro_batch`, in a step that adds few calls.
-        last = batch.position.is_last and plan.flush
-        window.closes = last or window.micro + 1 >= plan.accumulate
-        if not window.closes or window.micro:  # else the window is this batch
-            weighting.count_rows(batch, model)
-    reduce, running = window.closes or plan.sync_each, model
-    status.unreduced = not reduce and status.block is None
-    if status.block is not None:
-        reduce, running = status.block[1], without_sync(model)
+    if counts and (window.micro or not micro_batch.closes):  # else the window is this batch
+        weighting.count_rows(micro_batch.batch, model)
+    window.unreduced = not (micro_batch.reduces or micro_batch.nested)
     if plan.nonfinite != "ignore":
         keep_buffers(model)  # of a loss that calls the module itself
-    weighted = model.strategy.run(running, batch, compute_loss, reduce)
+    within = without_sync(model) if micro_batch.nested else model
+    status.running = micro_batch
+    try:
+        weighted = model.strategy.run(within, micro_batch, compute_loss)
+    finally:
+        status.running = None
     window.provisional, status.before_call = weighted.provisional, None
     if plan.nonfinite != "ignore":
         window.bad_losses.add_(~torch.isfinite(weighted.mean))
@@ -134,7 +147,7 @@ def run_micro_batch(
 
 
 def end_micro_batch(
-    batch: Batch,
+    micro_batch: MicroBatch,
     model: Wrapped,
     spec: UpdateSpec | None = None,
     *,
@@ -144,7 +157,7 @@ def end_micro_batch(
     """The update, where the window closes; then the average and the comparison of replicas.
 
     Args:
-        batch: The last batch of the window.
+        micro_batch: The one that has run last.
         model: The wrapped model.
         spec: What to do to gradients in place of what the plan says.
         advance: Whether to advance schedulers.
@@ -154,8 +167,8 @@ def end_micro_batch(
         StepError: values are non-finite under `nonfinite="raise"`, the loop has advanced a
             scheduler itself, or replicas differ.
     """
-    plan, window, outcome = model.plan, model.window, _NOT_DUE
-    if window.closes:
+    plan, window, outcome, batch = model.plan, model.window, _NOT_DUE, micro_batch.batch
+    if micro_batch.closes:
         scale = weighting.close_window(model) if window.micro or window.provisional else None
         checks = spec is None and plan.nonfinite != "ignore"
         problem = _nonfinite_problem(batch, model) if checks else None
@@ -169,11 +182,13 @@ def end_micro_batch(
             )
         else:
             spec = _with_scale(spec, scale, zero=zero)
+        replica = model.status.replica
+        if replica is not None and not (window.rows if window.micro else sum(replica.sizes(batch))):
+            spec = attrs.evolve(spec, keep_parameters=True)
         outcome = model.strategy.apply(model, spec)
         count_update(model.ctx)
         rows = window.real_rows if window.micro else sum(batch.rows)
         window.end()
-        model.status.added_grads, model.status.batch = False, None
         if plan.compile is not None and spec.zero:  # else gradients, which are outputs, stay
             begin_graphs(model)
         if model.status.before_window is not None:

@@ -1,5 +1,7 @@
 """Objects, barriers and agreement."""
 
+import hashlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -7,13 +9,22 @@ import torch
 from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
-from fxtrain.ops.collectives import broadcast_packed, gather_packed
-from fxtrain.ops.transport.exchange import EMPTY, are_empty, compare_calls, exchange_payloads
+from fxtrain.ops.collectives import broadcast_packed
+from fxtrain.ops.transport.exchange import (
+    EMPTY,
+    Call,
+    are_empty,
+    compare_calls,
+    exchange_payloads,
+    same_on_all,
+)
 from fxtrain.ops.transport.packing import Packed
+from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
 
 T = TypeVar("T")
+_DIGEST = 32  # bytes; fits in a packet at any world size
 
 
 def gather_objects(obj: T, ctx: DistContext) -> list[T]:
@@ -39,7 +50,19 @@ def gather_objects(obj: T, ctx: DistContext) -> list[T]:
         [{'rank': 0}]
     """
     check_connected("gather_objects", ctx)
-    return gather_packed("gather_objects", _as_leaf(obj), ctx)
+    return gather_given(("gather_objects", ""), obj, ctx)
+
+
+def gather_given(call: Call, obj: Any, ctx: DistContext) -> list[Any]:
+    """As `gather_objects`, in a call of this name; a rank with None sends no payload."""
+    if ctx.world_size == 1:
+        return [obj]
+    blobs = exchange_payloads(ctx, call, EMPTY if obj is None else dump(obj, ctx))
+    if are_empty(blobs):
+        return [None] * len(blobs)
+    sent = {rank: blob for rank, blob in enumerate(blobs) if blob.numel()}
+    values = dict(zip(sent, unpickle_all(call[0], sent, ctx), strict=True))
+    return [values.get(rank) for rank in range(len(blobs))]
 
 
 def broadcast_object(obj: T, ctx: DistContext, src: int = 0) -> T:
@@ -85,13 +108,21 @@ def barrier(ctx: DistContext) -> None:
     exchange_payloads(ctx, ("barrier", ""), EMPTY)
 
 
-def agree(value: T, ctx: DistContext, name: str = "value") -> T:
+def agree(
+    value: T,
+    ctx: DistContext,
+    name: str = "value",
+    *,
+    explain: Callable[[], Exception] | None = None,
+) -> T:
     """Check that every rank has the same value.
 
     Args:
         value: Any value: tensors and arrays are compared by their bytes, records and
             containers by their parts, other objects by their pickled state.
         name: Name of the value in the error message.
+        explain: Called on every rank if the ranks have different values; returns the error to
+            raise. It may gather what that shows. By default, a CollectiveError shows the values.
 
     Returns:
         The value.
@@ -101,6 +132,7 @@ def agree(value: T, ctx: DistContext, name: str = "value") -> T:
 
     Raises:
         CollectiveError: the ranks have different values; on every rank, with all values.
+        Exception: what `explain` returns, in place of that.
 
     Example:
         >>> import fxtrain as fx
@@ -109,8 +141,14 @@ def agree(value: T, ctx: DistContext, name: str = "value") -> T:
         32
     """
     check_connected("agree", ctx)
-    if ctx.world_size > 1:
+    if ctx.world_size == 1:
+        return value
+    if explain is None:
         compare_calls(ctx, ("agree", f"{name}={canonical_text(value)}"))
+    elif ctx.comm.checks and ctx.comm.control is not None:
+        digest = hashlib.blake2b(canonical_text(value).encode(), digest_size=_DIGEST).digest()
+        if not same_on_all(ctx, (name, ""), digest):
+            raise explain()
     return value
 
 

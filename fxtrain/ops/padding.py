@@ -13,7 +13,7 @@ from fxtrain import _tree
 from fxtrain._display import brief, counted
 from fxtrain.errors import DataError
 from fxtrain.ops.collectives import gather_packed
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.packing import Back, as_tensor, is_array, pack, packed_leaves
 from fxtrain.state import Batch, DistContext
@@ -231,7 +231,8 @@ def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:
         (found for leaf in leaves if (found := _leaf_problem(leaf, rows_of_batch))), None
     )
     if problem is not None:
-        raise_together(DataError(f"gather_valid: {problem} {_HINT}"), here)
+        with fail_together(here):
+            raise DataError(f"gather_valid: {problem} {_HINT}")
     back: dict[int, Back] = {}
     for place, leaf in enumerate(leaves):
         if found := as_tensor(leaf):

@@ -14,25 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxtrain.state import Batch, DistContext, Wrapped
+from fxtrain.state import ModelStatus
 
 
-def has_no_row(model: Wrapped, batch: Batch) -> bool:
-    """Whether this rank runs a batch for the other ranks' sake."""
-    return not batch.sizes[model.ctx.axis("data").rank]
-
-
-class Placeholders:
-    """Whether this rank runs a model on placeholders, for mixtures whose experts ranks share."""
-
-    now = False
+def runs_placeholders(status: ModelStatus) -> bool:
+    """Whether a micro-batch of a model runs in which this rank has no row."""
+    micro_batch = status.running or status.block
+    return micro_batch is not None and not micro_batch.has_rows
 
 
 @contextmanager
 def uncounted(
-    modules: Sequence[nn.Module],
-    ctx: DistContext,
-    before: Mapping[str, Tensor] | None = None,
+    modules: Sequence[nn.Module], before: Mapping[str, Tensor] | None = None
 ) -> Iterator[Callable[[], None]]:
     """A block in which all gradients of modules are zero, and which leaves their buffers unchanged.
 
@@ -40,7 +33,6 @@ def uncounted(
 
     Args:
         modules: The modules.
-        ctx: Their context.
         before: Values of the buffers of the first module before a forward that has run already.
 
     Yields:
@@ -52,7 +44,6 @@ def uncounted(
         named = dict(modules[0].named_buffers())
         buffers += [(named[name], value) for name, value in before.items() if name in named]
     handles: dict[int, Any] = {}
-    placeholders = ctx.comm.slot(Placeholders)
 
     def drop_gradients() -> None:
         for parameter in itertools.chain.from_iterable(map(_receiving, modules)):
@@ -60,11 +51,9 @@ def uncounted(
                 handles[id(parameter)] = parameter.register_hook(torch.zeros_like)
 
     drop_gradients()
-    placeholders.now = True
     try:
         yield drop_gradients
     finally:
-        placeholders.now = False
         for handle in handles.values():
             handle.remove()
         with torch.no_grad():

@@ -1,22 +1,19 @@
 """Comparing plans and other arguments between ranks."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 
-from fxtrain.errors import CollectiveError, PlanError
+from fxtrain.errors import CollectiveError, FxError, PlanError
 from fxtrain.ops.logs import log
-from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import same_on_all
+from fxtrain.ops.objects import agree, gather_objects
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.state import DDP, DistContext, Plan, Strategy, diff, fingerprint
 from fxtrain.state.registry import registered
 
 _DEFAULT = Plan()  # one object, so that a step finds by identity that plans are equal
-_DIGEST = 32  # bytes; fits in a packet at any world size
 
 
 class LoggedPlans(set[Plan]):
@@ -60,12 +57,12 @@ def _binding(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     return tuple(path for path in ctx.given_fields if path.partition(".")[0] != free)
 
 
-def check_same_plan(
+def agree_on_plan(
     action: str,
     ctx: DistContext,
     plan: Plan,
-    extra: Mapping[str, Any],
-    cures: Mapping[str, str] | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    cures: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Check that every rank passes the same plan, and the same extra values as text, by name.
 
@@ -74,20 +71,15 @@ def check_same_plan(
     One exchange of packets, and the plans are gathered if they differ; none at one rank or with
     `checks=False`.
     """
-    if ctx.world_size == 1 or not ctx.comm.checks or ctx.comm.control is None:
+    if ctx.world_size == 1:
         return
-    if not same_on_all(ctx, (action, ""), digest_of_plan(plan, extra)):
-        raise_plan_differences(action, ctx, plan, extra, cures or {})
-
-
-def digest_of_plan(plan: Plan, extra: Mapping[str, Any]) -> bytes:
-    """A digest that is equal on ranks with the same plan and extra values."""
-    text = repr((_fingerprint(plan), _extra_text(extra)))
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
-
-
-def _extra_text(extra: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in extra.items()}
+    facts = {name: str(value) for name, value in extra.items()}
+    agree(
+        (_fingerprint(plan), facts),
+        ctx,
+        name=action,
+        explain=lambda: _difference(action, gather_objects((plan, facts), ctx), cures),
+    )
 
 
 def _fingerprint(plan: Plan) -> str:
@@ -99,17 +91,12 @@ def _fingerprint(plan: Plan) -> str:
         return f"{kind.__module__}.{kind.__qualname__} {rest}"
 
 
-def raise_plan_differences(
-    action: str,
-    ctx: DistContext,
-    plan: Plan,
-    extra: Mapping[str, Any],
-    cures: Mapping[str, str] = MappingProxyType({}),
-) -> NoReturn:
-    """Raise an error that shows how plans, or else extra values, differ; every rank calls it."""
-    plans = gather_objects((plan, _extra_text(extra)), ctx)
-    first, facts = plans[0]
-    changes = {rank: plan_changes(first, other) for rank, (other, _) in enumerate(plans)}
+def _difference(
+    action: str, of_ranks: Sequence[tuple[Plan, Mapping[str, str]]], cures: Mapping[str, str]
+) -> FxError:
+    """The error that shows how the plans of the ranks differ, or else their extra values."""
+    first, facts = of_ranks[0]
+    changes = {rank: plan_changes(first, other) for rank, (other, _) in enumerate(of_ranks)}
     lines = by_rank((rank, text) for rank, text in changes.items() if text)
     if lines:
         lines = [
@@ -118,9 +105,9 @@ def raise_plan_differences(
             "Pass the same plan on every rank: read it from one file, and do not set fields by "
             "rank.",
         ]
-        raise PlanError("\n".join(lines))
-    names = [name for name in facts if len({others[name] for _, others in plans}) > 1]
-    shown = [", ".join(f"{name}: {facts[name]}" for name in names) for _, facts in plans]
+        return PlanError("\n".join(lines))
+    names = [name for name in facts if len({others[name] for _, others in of_ranks}) > 1]
+    shown = [", ".join(f"{name}: {facts[name]}" for name in names) for _, facts in of_ranks]
     lines = [
         f"{action}: the ranks differ in {' and '.join(names)}.",
         *by_rank(enumerate(shown)),
@@ -129,7 +116,7 @@ def raise_plan_differences(
             f"Every rank must pass the same {' and the same '.join(names)}.",
         ),
     ]
-    raise CollectiveError("\n".join(lines), code="FX301")
+    return CollectiveError("\n".join(lines), code="FX301")
 
 
 def plan_changes(first: Plan, other: Plan, *, fields: Sequence[str] = ("",)) -> str:

@@ -2,149 +2,185 @@
 
 import contextlib
 import platform
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
 
 from fxtrain import errors
-from fxtrain.errors import CheckpointError, CollectiveError, FxError, PlanError
-from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import CallState, collect_payloads, exchange_texts
+from fxtrain.errors import CheckpointError, CollectiveError, FxError
+from fxtrain.ops.objects import broadcast_object, gather_given
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.mismatches import by_rank
-from fxtrain.ops.transport.pickled import dump, error_text, unpickle_all
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
 
 
-def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
-    """Raise on every rank if any rank has a problem, and on none otherwise.
+@attrs.define(eq=False)
+class Together:
+    """What ranks exchange at the end of a block of `fail_together`.
+
+    Attributes:
+        value: Of this rank, which the block may set. Anything that pickles.
+        values: After the block, the value of every rank, by rank.
+    """
+
+    value: Any = None
+    values: Sequence[Any] = ()
+
+
+@attrs.frozen
+class _Problem:
+    """Why a rank failed."""
+
+    kind: str  # the class of fxtrain's error; empty for an error of another package
+    code: str
+    text: str
+    host: str = ""  # the machine of the rank, where there are several
+
+
+@contextlib.contextmanager
+def fail_together(
+    ctx: DistContext | None, action: str = "", *, src: int | None = None
+) -> Iterator[Together]:
+    """Run a block on every rank; if it fails on one of them, raise on all of them.
+
+    A rank that waits in a collective for one that failed would wait until the timeout. So code
+    that may fail on some ranks only belongs into such a block, without collectives of `ctx` after
+    the statement that may fail.
 
     Args:
-        problem: This rank's error, or None.
+        ctx: The ranks. None is this process alone.
+        action: What the block does, in words. An error of the operating system in the block, such
+            as a full disk, then becomes a CheckpointError that begins with them.
+        src: The only rank whose block does something, in place of all ranks.
+
+    Yields:
+        An object whose `value` the block may set. After the block, its `values` has those of all
+        ranks, by rank; with `src`, that of this rank for all of them.
 
     Effects:
-        One exchange of packets; none at one rank.
+        One exchange of packets at the end of the block; a second one for values that might not
+        unpickle, as in `gather_objects`. None at one rank. There is none either if the last call of
+        `ctx` in the block raised on every rank, as collectives do whose arguments differ.
 
     Raises:
-        The rank's own problem if it has one; on every other rank a CollectiveError with the
-        problems by rank.
+        FxError: an error of fxtrain is raised on every rank, with the same text: that of the error
+            if the block failed alike on all ranks, or on `src`; otherwise with the ranks that
+            failed. Its class is that of the lowest of them.
+        Exception: any other error is raised on its own rank; every other rank raises a
+            CollectiveError with its text.
 
     Example:
         >>> import fxtrain as fx
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.ops.raise_together(None, ctx)
+        ...     with fx.ops.fail_together(ctx) as together:
+        ...         together.value = len("abc")
+        ...     together.values
+        [3]
     """
-    check_connected("raise_together", ctx)
-    if ctx.world_size > 1:
-        local_text = "" if problem is None else error_text(problem)
-        texts = exchange_texts(ctx, ("raise_together", "", local_text), local_text)
-        if problem is None and any(texts):
-            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-            raise CollectiveError("\n".join(["Another rank failed:", *lines]), code="FX303")
+    together, before = Together(), 0
+    if ctx is not None:
+        check_connected("fail_together", ctx)
+        before = ctx.comm.slot(CallState).count
+    problem: BaseException | None = None
+    try:
+        yield together
+    except OSError as error:
+        problem = error
+        if action:
+            problem = CheckpointError(_system_text(error, action))
+            problem.__cause__ = error
+    except (Exception, SystemExit) as error:
+        problem = error
+    if ctx is not None and ctx.world_size > 1 and ctx.comm.control is not None:
+        _compare(together, problem, ctx, src, before)
+        return
     if problem is not None:
         raise problem
+    together.values = [together.value] * (1 if ctx is None else ctx.world_size)
 
 
-@contextlib.contextmanager
-def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
-    """Run a block on every rank; if it fails on any, raise on all, by one exchange of packets.
-
-    With an `action`, in words, all raise one CheckpointError with every rank's message. Without
-    one, a rank raises its own error, as in `raise_together`. `ctx=None` is this process alone.
-    Where the calls of the ranks differ inside the block, all have that error, without an exchange.
-    """
-    problem: Exception | None = None
+def _compare(
+    together: Together,
+    problem: BaseException | None,
+    ctx: DistContext,
+    src: int | None,
+    before: int,
+) -> None:
+    """Give every rank the values of all, or raise on all; `before` counts the earlier calls."""
+    if problem is not None and _is_known(ctx, before):
+        raise problem
     try:
-        yield
-    except Exception as error:
-        if isinstance(error, CollectiveError) and (action or _differed(ctx)):
-            raise  # every rank has it
-        problem = error
-    if not action and ctx is not None:
-        try:
-            raise_together(problem, ctx)
-        except CollectiveError:
-            if problem is not None:  # and perhaps why the exchange failed
-                raise problem from problem.__cause__
-            raise
-    elif ctx is None or ctx.world_size == 1:
-        if isinstance(problem, OSError):
-            raise CheckpointError(_problem_text(problem, action)) from problem
+        problems, together.values = _exchange(problem, together.value, ctx, src)
+    except CollectiveError:
+        if problem is not None:  # and perhaps why the exchange failed
+            raise problem from problem.__cause__
+        raise
+    if problems or problem is not None:
+        state = ctx.comm.slot(CallState)
+        state.raised = state.count
+        _raise(problem, problems, by_all=src is not None or len(problems) == ctx.world_size)
+
+
+def _is_known(ctx: DistContext, before: int) -> bool:
+    """Whether the last call of a context, since an earlier one, was an error on every rank."""
+    state = ctx.comm.slot(CallState)
+    return before < state.count == state.raised
+
+
+def _exchange(
+    problem: BaseException | None, value: Any, ctx: DistContext, src: int | None
+) -> tuple[dict[int, _Problem], list[Any]]:
+    """The problems of the ranks that failed, and the values of all ranks."""
+    own = None
+    if problem is not None:
+        own = (_described(problem, ctx), None)
+    elif value is not None:
+        own = (None, value)
+    if src is not None:
+        told = broadcast_object(own, ctx, src)
+        rows, sent = {src: told}, [told] * ctx.world_size
+    else:
+        text = "" if problem is None else error_text(problem)
+        sent = gather_given(("fail_together", "", text), own, ctx)
+        rows = dict(enumerate(sent))
+    problems = {rank: row[0] for rank, row in rows.items() if row and row[0] is not None}
+    return problems, [row and row[1] for row in sent]
+
+
+def _described(problem: BaseException, ctx: DistContext) -> _Problem:
+    host = platform.node() if ctx.num_nodes > 1 else ""
+    if not isinstance(problem, FxError):
+        return _Problem("", "FX303", error_text(problem), host)
+    names = (base.__name__ for base in type(problem).__mro__)
+    kind = next(name for name in names if name in (*errors.__all__, FxError.__name__))
+    return _Problem(kind, problem.code, str(problem), host)
+
+
+def _raise(
+    problem: BaseException | None, problems: Mapping[int, _Problem], *, by_all: bool
+) -> NoReturn:
+    """Raise the error of the ranks that failed, as on every other rank."""
+    first = problems[min(problems)] if problems else None
+    if first is None or (problem is not None and not isinstance(problem, FxError)):
+        assert problem is not None
+        raise problem
+    text = first.text
+    if first.kind and by_all and {each.text for each in problems.values()} == {text}:
         if problem is not None:
             raise problem
     else:
-        text = "" if problem is None else _problem_text(problem, action)
-        if problems := problem_of_ranks("raise_together", text, ctx):
-            raise CheckpointError(problems) from problem
+        hosts = {rank: each.host for rank, each in problems.items() if each.host}
+        lines = by_rank(((rank, each.text) for rank, each in problems.items()), hosts)
+        text = "\n".join(line.strip() for line in lines)
+        if not first.kind:
+            text = "\n".join(["Another rank failed:", *lines])
+    kind = getattr(errors, first.kind or "CollectiveError")
+    raise kind(text, code=first.code) from problem
 
 
-def _differed(ctx: DistContext | None) -> bool:
-    """Whether the last calls of a context were different ones, which all its ranks have heard."""
-    if ctx is None:
-        return False
-    state = ctx.comm.slot(CallState)
-    return state.count > 0 and state.differed == state.count
-
-
-def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
-    """The problems of all ranks as one text, equal on every rank; empty if there is none.
-
-    That is the problem, if all ranks with one have the same; otherwise a line per rank. On several
-    machines, ranks that do not share a problem with all others are named with theirs. One exchange
-    of packets; `op` is the call, for the error if a rank makes another one.
-    """
-    machine = f" on {platform.node()}" if ctx.num_nodes > 1 else ""
-    line = words and f"{machine}: {words}"
-    rows = exchange_texts(ctx, (op, "", line), line)
-    problems = {rank: row.partition(": ") for rank, row in enumerate(rows) if row}
-    texts = {text for _, _, text in problems.values()}
-    if len(texts) <= 1 and (not machine or len(problems) in (0, ctx.world_size)):
-        return next(iter(texts), "")
-    return "\n".join(f"rank {rank}{where}: {text}" for rank, (where, _, text) in problems.items())
-
-
-def collect_with_errors(
-    value: Any, problem: BaseException | None, ctx: DistContext
-) -> tuple[list[Any], list[str]]:
-    """The values of all ranks, and a line per problem with its ranks, on rank 0.
-
-    Other ranks get no values and no lines, and wait for rank 0 to tell what follows. One exchange,
-    in which payloads are sent along a tree.
-    """
-    text = "" if problem is None else error_text(problem)
-    own = (value, text, text and platform.node())
-    if ctx.world_size == 1:
-        rows = [own]
-    else:
-        call = ("gather_objects", "dst=0")
-        blobs = collect_payloads(ctx, call, dump(own, ctx))
-        try:
-            rows = unpickle_all(call[0], dict(enumerate(blobs)), ctx, sure=True)
-        except CollectiveError as error:  # the others wait for an answer
-            return [], [f"  rank 0: {error}"]
-    hosts = {rank: host for rank, (*_, host) in enumerate(rows) if host and ctx.num_nodes > 1}
-    problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(rows) if text), hosts)
-    return [value for value, *_ in rows], problems
-
-
-def gather_or_raise(value: Any, problem: FxError | None, ctx: DistContext) -> list[Any]:
-    """Every rank's value; if a rank has a problem, raise the first one on every rank.
-
-    Its class is that of the problem, or PlanError for one of another package.
-    """
-    words = None if problem is None else (type(problem).__name__, str(problem))
-    own = (words, value)
-    of_ranks = [own] if ctx.comm.simulated else gather_objects(own, ctx)
-    for words, _ in of_ranks:
-        if words is not None:
-            kind, text = words
-            raise getattr(errors, kind, PlanError)(text) from problem
-    return [each for _, each in of_ranks]
-
-
-def _problem_text(problem: Exception, action: str) -> str:
-    if isinstance(problem, CheckpointError):
-        return str(problem)
-    if isinstance(problem, OSError):
-        where = "" if problem.filename is None else f" ({problem.filename})"
-        return f"{action}: {problem.strerror or problem}{where}."
-    return f"{action}: {type(problem).__name__}: {problem}"
+def _system_text(error: OSError, action: str) -> str:
+    where = "" if error.filename is None else f" ({error.filename})"
+    return f"{action}: {error.strerror or error}{where}."

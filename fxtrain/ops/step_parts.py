@@ -6,28 +6,38 @@ Each calls the function of the same name of the model's strategy.
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import attrs
 import torch
 from torch import Tensor
 
 from fxtrain._record import shown
 from fxtrain.errors import StepError
 from fxtrain.ops.micro_batches import (
-    closes_window,
-    count_micro_batch,
     end_micro_batch,
+    micro_batch_of,
+    one_row_each,
     run_micro_batch,
     uniform_batch,
 )
-from fxtrain.ops.placeholders import has_no_row, uncounted
+from fxtrain.ops.placeholders import uncounted
 from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.ops.weighting import (
     check_dtype,
     close_window,
+    count_rows,
     loss_and_aux,
     ranks_of_update,
     weigh_loss,
 )
-from fxtrain.state import Batch, Position, UpdateResult, UpdateSpec, Weighted, Wrapped
+from fxtrain.state import (
+    Batch,
+    MicroBatch,
+    Position,
+    UpdateResult,
+    UpdateSpec,
+    Weighted,
+    Wrapped,
+)
 from fxtrain.state.wrapped import check_open
 
 # Of the formats that a plan names.
@@ -66,18 +76,25 @@ def sync(
 def _block(model: Wrapped, batch: Batch | None, enabled: bool | None) -> Iterator[None]:  # noqa: FBT001
     status, outer = model.status, model.status.block
     batch = uniform_batch(model) if batch is None else batch
-    closes = model.window.closes if status.batch is batch else closes_window(batch, model)
-    reduce = closes or model.plan.sync_each if enabled is None else enabled
-    counts = 0 not in batch.sizes or not has_no_row(model, batch)
-    status.block = (batch, reduce)
+    micro_batch = _again(batch, model) or micro_batch_of(batch, model)
+    planned = micro_batch.closes or model.plan.sync_each
+    status.block = attrs.evolve(micro_batch, reduces=planned if enabled is None else enabled)
     try:
         with (
-            model.strategy.sync(model, reduce),
-            nullcontext() if counts else uncounted([model.module], model.ctx),
+            model.strategy.sync(model, status.block),
+            nullcontext() if micro_batch.has_rows else uncounted([model.module]),
         ):
             yield
     finally:
         status.block = outer
+
+
+def _again(batch: Batch, model: Wrapped) -> MicroBatch | None:
+    """The micro-batch of a batch that an earlier loss has counted; None for a new one."""
+    pending = model.window.pending
+    if pending is None or pending.batch is not batch:
+        return None
+    return micro_batch_of(batch, model, closes=pending.closes)
 
 
 def autocast(model: Wrapped) -> AbstractContextManager[object]:
@@ -148,7 +165,7 @@ def backward(
             _backward_of_batch(whole, model, batch)
         else:
             _backward_alone(whole, model)
-    model.status.added_grads = True
+    model.window.added = True
     _check_reached(model)
 
 
@@ -166,30 +183,32 @@ def _check_reached(model: Wrapped) -> None:
 
 def _backward_of_batch(loss: Tensor | Weighted, model: Wrapped, batch: Batch | None) -> None:
     """Backward of a loss of the batch, of that of the block around it, or of none."""
-    status, plan = model.status, model.plan
-    if status.block is not None:
-        if batch is not None and batch is not status.block[0]:
+    block, plan, pending = model.status.block, model.plan, model.window.pending
+    if block is not None:
+        if batch is not None and batch is not block.batch:
             raise StepError(
                 "ops.backward got another batch than the ops.sync block around it. Pass the batch "
                 "to the block: `with fx.ops.sync(model, batch):`."
             )
-        batch = status.block[0]
+        batch = block.batch
     elif batch is None:
         batch = uniform_batch(model)
-    again = status.batch is batch
-    if again and model.window.micro and type(loss) is Weighted:
+    again = _again(batch, model)
+    if again is not None and model.window.micro and type(loss) is Weighted:
         raise StepError(
             "ops.backward got a second loss of one micro-batch as Weighted(total, weight). Add up "
             "the totals and the weights, and pass one Weighted."
         )
-    if status.batch is not None and model.window.closes and not again and plan.accumulate > 1:
+    if again is None and pending is not None and pending.closes and plan.accumulate > 1:
         raise StepError(
             f"ops.backward: the accumulation window is complete, with {plan.accumulate} "
             f"micro-batches, and ops.apply was not called. Call fx.ops.apply(model) after each "
             f"micro-batch; it makes an update where Plan(accumulate={plan.accumulate}) says so."
         )
-    status.batch = batch
-    run_micro_batch(batch, model, lambda m, b: weigh_loss(loss, None, b, m), counts=not again)
+    model.window.pending = micro_batch = again or micro_batch_of(batch, model)
+    run_micro_batch(
+        micro_batch, model, lambda m, b: weigh_loss(loss, None, b, m), counts=again is None
+    )
 
 
 def _backward_alone(loss: Tensor | Weighted, model: Wrapped) -> None:
@@ -199,16 +218,18 @@ def _backward_alone(loss: Tensor | Weighted, model: Wrapped) -> None:
             "ops.backward(counts=False) adds the gradient of a loss as it is, and takes a scalar "
             "tensor, found Weighted. Divide its total by its weight."
         )
-    status, window, plan = model.status, model.window, model.plan
-    if not (status.added_grads or window.micro):
+    status, window = model.status, model.window
+    if not window.is_open:
         model.strategy.begin(model)
-    reduce = window.closes or window.micro + 1 >= plan.accumulate or plan.sync_each
-    status.in_backward = True
+    running = status.block
+    if running is None:
+        running = micro_batch_of(one_row_each(model), model, closes=window.closes or None)
+    status.running = running
     try:
-        with nullcontext() if status.block is not None else model.strategy.sync(model, reduce):
+        with nullcontext() if status.block is not None else model.strategy.sync(model, running):
             model.strategy.backward(loss, model)
     finally:
-        status.in_backward = False
+        status.running = None
 
 
 @contextmanager
@@ -377,23 +398,25 @@ def apply(
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params)).",
             code="FX504",
         )
-    status, window = model.status, model.window
-    batch, status.batch = status.batch, None
-    if batch is None:
+    window = model.window
+    micro_batch, window.pending = window.pending, None
+    if micro_batch is None:
+        counts = not (now and window.micro)
         batch = uniform_batch(model)
-        if not (now and window.micro):
-            count_micro_batch(batch, model)
-    if now and not window.closes:
-        if status.unreduced and ranks_of_update(model).world_size > 1:
+        micro_batch = micro_batch_of(batch, model, closes=None if counts else False)
+        if counts and (window.micro or not micro_batch.closes):
+            count_rows(batch, model)
+    if now and not micro_batch.closes:
+        if window.unreduced and ranks_of_update(model).world_size > 1:
             raise StepError(
                 "ops.apply(now=True): gradients are not reduced over ranks, since the plan makes "
                 "no update after this micro-batch. Run its backward in `with fx.ops.sync(model, "
                 "enabled=True):`, or pass the batch to ops.backward, if the data ends with it."
             )
-        window.closes = True
+        micro_batch = attrs.evolve(micro_batch, closes=True)
     with _lost_ranks_named(model, "apply"):
-        result = end_micro_batch(batch, model, update, advance=advance, zero=zero)
-    status.averaged = model.plan.local is not None
+        result = end_micro_batch(micro_batch, model, update, advance=advance, zero=zero)
+    model.status.averaged = model.plan.local is not None
     return result
 
 

@@ -223,7 +223,7 @@ def save(obj: object, path: StrPath, ctx: DistContext) -> None:
         ['bins.0', 'mean']
     """
     check_connected("save", ctx)
-    with fail_together(ctx, f"save to {path}"):
+    with fail_together(ctx, f"save to {path}", src=0):
         if ctx.rank == 0:
             if problem := path_problem(path):
                 raise CheckpointError(f"save(path=...): {problem}.")

@@ -16,9 +16,9 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from fxtrain import ops
-from fxtrain.errors import FxError, PlanError, StepError
-from fxtrain.ops.plan_agreement import check_same_plan
-from fxtrain.ops.same_errors import fail_together, gather_or_raise
+from fxtrain.errors import PlanError, StepError
+from fxtrain.ops.plan_agreement import agree_on_plan
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, events_of, step_times
 from fxtrain.state import DistContext, Plan, Profile, dumps
 from fxtrain.state.context import check_connected
@@ -314,11 +314,12 @@ def profile(
     spec = what.profile if isinstance(what, Plan) else what
     if ctx.comm.simulated:
         spec = None
-    check_same_plan("profile", ctx, Plan(profile=spec), {})
+    agree_on_plan("profile", ctx, Plan(profile=spec))
     if spec is None:
         yield Trace(ctx, Profile())
         return
-    gather_or_raise(None, _problem(spec, ctx), ctx)
+    with fail_together(ctx):
+        _prepare(spec, ctx)
     trace = Trace(ctx, spec, on_trace_ready)
     try:
         if _is_recorded(spec, ctx):
@@ -339,30 +340,27 @@ def _is_recorded(spec: Profile, ctx: DistContext) -> bool:
     return spec.ranks is None or ctx.rank in spec.ranks
 
 
-def _problem(spec: Profile, ctx: DistContext) -> FxError | None:
-    """Why this rank cannot record."""
+def _prepare(spec: Profile, ctx: DistContext) -> None:
+    """Check that this rank can record, and create the folder."""
     if is_profiling():
-        return StepError(
+        raise StepError(
             "profile: another profiler of torch is running, which this one would end. A process "
             "can run one profiler at a time: end the other one first."
         )
     beyond = [rank for rank in spec.ranks or () if rank >= ctx.world_size]
     if beyond:
-        return PlanError(
+        raise PlanError(
             f"profile(ranks={spec.ranks}): no rank {', '.join(map(str, beyond))}. This context "
             f"has ranks 0 to {ctx.world_size - 1}."
         )
     if any(Path(spec.folder).glob("cycle-*")):
-        return PlanError(
+        raise PlanError(
             f"profile(folder={spec.folder!r}): it contains traces of an earlier profile. Choose "
             f"another folder, or remove them."
         )
+    activities_of(spec, ctx)
     try:
-        activities_of(spec, ctx)
         if _is_recorded(spec, ctx):
             Path(spec.folder).mkdir(parents=True, exist_ok=True)
-    except PlanError as error:
-        return error
     except OSError as error:
-        return PlanError(f"profile: {error}. Choose another folder.")
-    return None
+        raise PlanError(f"profile: {error}. Choose another folder.") from error

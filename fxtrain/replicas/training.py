@@ -21,6 +21,7 @@ from fxtrain.data.sharding import share_of_replica
 from fxtrain.errors import CheckpointError, CollectiveError, PlanError, StepError
 from fxtrain.loop.stepping import StepFns
 from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.micro_batches import micro_batch_of
 from fxtrain.ops.schedules import advance_schedulers, steps_per_update
 from fxtrain.ops.weighting import loss_and_aux
 from fxtrain.ops.whole_tensors import local_values
@@ -30,6 +31,7 @@ from fxtrain.replicas.rounds import Rounds, independent
 from fxtrain.state import (
     Batch,
     DistContext,
+    MicroBatch,
     Position,
     UpdateSpec,
     Weighted,
@@ -336,9 +338,7 @@ class _Run:
         for part in assigned:
             for batch in self.window(parts, part, self.position):
                 last = part == assigned[-1] and not batch.position.micro
-                reduce = last or self.model.plan.sync_each
-                self.model.window.closes = last
-                weighted = self.model.strategy.run(self.model, batch, self._compute_loss, reduce)
+                weighted = self._run(micro_batch_of(batch, self.model, closes=last))
                 weight = as_scalar(weighted.weight, totals).double()
                 bad = ~torch.isfinite(weighted.mean)
                 rows = torch.tensor(batch.rows[data.rank], dtype=torch.float64, device=bad.device)
@@ -346,6 +346,14 @@ class _Run:
                 totals += torch.stack([total, weight, bad.double(), rows])
         assert batch is not None  # a window has at least one batch
         return ops.reduce(totals, self.ctx.axis("loss"), op="sum"), batch
+
+    def _run(self, micro_batch: MicroBatch) -> WeightedLoss:
+        """Forward and backward, which no window of the model counts."""
+        self.model.status.running = micro_batch
+        try:
+            return self.model.strategy.run(self.model, micro_batch, self._compute_loss)
+        finally:
+            self.model.status.running = None
 
     def _sum_gradients(self, totals: Tensor, members: Members) -> Tensor:
         """Add up gradients over the replicas, in place, and the numbers that travel with them."""

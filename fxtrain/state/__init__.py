@@ -1,10 +1,12 @@
 """Records: every setting, as a value."""
 
+from typing import TYPE_CHECKING
+
+from fxtrain import _extensions
 from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, CommState, DistContext
 from fxtrain.state.converters import Change, diff, fingerprint, structure, unstructure
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
-from fxtrain.state.devices import DEVICES, Device, read_device
 from fxtrain.state.dry_runs import DryRun, Memory, Operator, Problem, Traffic
 from fxtrain.state.files import dumps, loads, read_plan, read_record, write_plan, write_record
 from fxtrain.state.keys import Key
@@ -26,6 +28,7 @@ from fxtrain.state.precision import (
 )
 from fxtrain.state.registry import Config
 from fxtrain.state.strategy import (
+    MicroBatch,
     Round,
     Strategy,
     UpdateResult,
@@ -61,6 +64,9 @@ from fxtrain.state.window import (
 )
 from fxtrain.state.wrapped import Wrapped
 
+if TYPE_CHECKING:
+    from fxtrain._extensions import DEVICES, Device, read_device
+
 __all__ = [
     "AccumulationWindow",
     "Batch",
@@ -92,6 +98,7 @@ __all__ = [
     "MX",
     "Memory",
     "Mesh",
+    "MicroBatch",
     "ModelState",
     "ModelStatus",
     "Offload",
@@ -141,4 +148,5 @@ __all__ = [
     "write_plan",
     "write_record",
 ]
+__getattr__ = _extensions.offers(__name__, __all__)
 __dir__ = __all__.copy  # for completion

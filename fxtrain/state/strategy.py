@@ -23,6 +23,29 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class MicroBatch:
+    """One micro-batch of an accumulation window, as a strategy runs it.
+
+    Attributes:
+        batch: The batch.
+        closes: Whether the window closes after it, so that an update is due.
+        reduces: Whether gradients are reduced over ranks in its backward.
+        has_rows: Whether this rank has a row in it. A rank without one computes with a placeholder,
+            to take part in collectives, and what it computes counts for nothing.
+        nested: Whether an `ops.sync` block of the model is open around it.
+        buffers: On a rank without a row whose forward has run already, the buffers of the module
+            before it, by name; None otherwise.
+    """
+
+    batch: Batch
+    closes: bool
+    reduces: bool
+    has_rows: bool = True
+    nested: bool = False
+    buffers: Mapping[str, torch.Tensor] | None = attrs.field(default=None, repr=False)
+
+
 @attrs.frozen(kw_only=True)
 class UpdateSpec:
     """What an update must do before the optimizer runs.
@@ -135,9 +158,9 @@ class Strategy:
     function is called as it has it. No other code depends on which strategy it is, or on the type
     of its config.
 
-    Contract: after `backward` inside `sync(model, True)`, gradients are the mean, over the ranks of
-    `ctx.axis("loss")` (those of the data and context axes), of what each rank has accumulated
-    since the last `zero`.
+    Contract: after `backward` inside `sync` of a micro-batch that reduces, gradients are the mean,
+    over the ranks of `ctx.axis("loss")` (those of the data and context axes), of what each rank has
+    accumulated since the last `zero`.
 
     Attributes:
         name: Shown in messages.
@@ -146,14 +169,14 @@ class Strategy:
         wrap: (entry, module, ctx, plan, optimizer, scheduler) → Wrapped, whose `strategy` is the
             entry.
         forward: (model, args, kwargs) → outputs.
-        sync: (model, enabled) → context manager around forward and backward of a
-            micro-batch, inside which gradients are reduced over ranks or not. `fx.update`, whose
+        sync: (model, MicroBatch) → context manager around forward and backward of a micro-batch,
+            inside which gradients are reduced over ranks if it `reduces`. `fx.update`, whose
             forward has run before, enters it around backward only.
         backward: (loss, model) → None; applies the loss scale, if any.
         begin: (model) → None: at the beginning of a window, drops gradients that another model's
             backward left in this one.
-        run: (model, batch, compute_loss, reduce) → WeightedLoss: forward and backward of one
-            micro-batch, after which gradients are reduced over ranks or not.
+        run: (model, MicroBatch, compute_loss) → WeightedLoss: forward and backward of one
+            micro-batch, after which gradients are reduced over ranks if it `reduces`.
             `compute_loss(model, batch)` calls the user's loss function and weights the result; a
             strategy may call it for parts of the batch, or on some ranks only.
         clip_norm: (model, max_norm, norm_type=2.0, parameters=None) → norm before clipping, equal
@@ -180,6 +203,12 @@ class Strategy:
         outputs_everywhere: (plan) → whether a forward without gradients has outputs on every rank.
         shards: (plan, mesh) → over how many ranks parameters are split, and over how many the
             states of optimizers.
+        in_host_memory: (plan) → whether parameters, gradients and states of optimizers are there.
+        overlapped: (plan) → the passes, of "forward" and "backward", during which data ranks
+            exchange parameters or gradients as well.
+        parts: (plan, mesh) → into how many micro-batches a rank splits its batch.
+        bubble: (plan, mesh) → the time that a rank waits for other stages, as a share of its
+            forward and backward.
         one_rank: Whether it runs on one rank only.
         waits_in_forward: Whether a forward waits for other ranks than those of the context axis.
         grads_in_module: Whether gradients are those of the module's parameters, whole or as
@@ -212,10 +241,10 @@ class Strategy:
     check: Callable[[DistContext, Plan, nn.Module], tuple[str, ...]]
     wrap: Callable[[Strategy, nn.Module, DistContext, Plan, Any, Any], Wrapped]
     forward: Callable[[Wrapped, tuple[Any, ...], dict[str, Any]], Any]
-    sync: Callable[[Wrapped, bool], AbstractContextManager[None]]
+    sync: Callable[[Wrapped, MicroBatch], AbstractContextManager[None]]
     backward: Callable[[torch.Tensor, Wrapped], None]
     begin: Callable[[Wrapped], None]
-    run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], WeightedLoss], bool], WeightedLoss]
+    run: Callable[[Wrapped, MicroBatch, Callable[[Wrapped, Batch], WeightedLoss]], WeightedLoss]
     clip_norm: Callable[..., torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]
     scale_grads: Callable[[Wrapped, torch.Tensor | float], None]
@@ -231,6 +260,10 @@ class Strategy:
     raises_parameters: Callable[[Plan], bool] = lambda plan: plan.precision.compute != "fp32"
     outputs_everywhere: Callable[[Plan], bool] = lambda _: True
     shards: Callable[[Plan, Mesh], tuple[int, int]] = lambda _, __: (1, 1)
+    in_host_memory: Callable[[Plan], bool] = lambda _: False
+    overlapped: Callable[[Plan], tuple[str, ...]] = lambda _: ()
+    parts: Callable[[Plan, Mesh], int] = lambda _, __: 1
+    bubble: Callable[[Plan, Mesh], float] = lambda _, __: 0.0
     one_rank: bool = False
     waits_in_forward: bool = True
     grads_in_module: bool = False

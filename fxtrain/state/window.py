@@ -14,9 +14,8 @@ from fxtrain._display import brief
 if TYPE_CHECKING:
     import torch
 
-    from fxtrain.state.batch import Batch
     from fxtrain.state.keys import Key
-    from fxtrain.state.strategy import Round
+    from fxtrain.state.strategy import MicroBatch, Round
 
 # Per dimension, the rows of the full tensor that are on this rank: a slice, or indices.
 TensorIndex = tuple["slice | torch.Tensor", ...]
@@ -29,12 +28,11 @@ class ModelStatus:
     Attributes:
         closed: The call because of which the handle cannot be used: `fx.unwrap` or `fx.release`
             for good, or `fx.gathered` until its block ends; empty while it can be used.
-        in_backward: Whether gradients of this model are computed now, by a step or by
-            `ops.backward`: a backward that reaches it at another time is that of another model.
-        added_grads: Whether `ops.backward` added gradients, to which the next step adds its own.
-        block: The batch of the `ops.sync` block that is open, and whether it reduces; None outside.
-        batch: The batch of the last `ops.backward`, until `ops.apply` ends it.
-        unreduced: Whether gradients are not reduced because the plan makes no update yet.
+        running: The micro-batch whose forward and backward run now, by a step or by `ops.backward`;
+            None at other times. Functions that torch calls in them (hooks, autograd functions)
+            take no argument of ours: this and `block` are where they find the micro-batch. A
+            backward that reaches the model at another time is that of another model.
+        block: The micro-batch of the `ops.sync` block that is open; None outside.
         averaged: Whether `ops.apply` has averaged replicas, so that `ops.average` need not.
         before_window: Buffers of the module before the open window, by name, where its plan may
             skip the update; None before the model is called.
@@ -48,17 +46,13 @@ class ModelStatus:
             that was restored.
         replica: The averaging state of a replica that trains independently (`Plan.local`); None
             if all ranks make updates together.
-        without_rows: Whether that replica has no row in the window that closes.
         others: Parameters that no optimizer had when the model was wrapped. A new window drops
             their gradients too.
     """
 
     closed: Literal["", "gathered", "unwrap", "release"] = ""
-    in_backward: bool = False
-    added_grads: bool = False
-    block: tuple[Batch, bool] | None = attrs.field(default=None, repr=False)
-    batch: Batch | None = attrs.field(default=None, repr=False)
-    unreduced: bool = False
+    running: MicroBatch | None = attrs.field(default=None, repr=False)
+    block: MicroBatch | None = attrs.field(default=None, repr=False)
     averaged: bool = False
     before_window: dict[str, torch.Tensor] | None = attrs.field(default=None, repr=False)
     before_call: dict[str, torch.Tensor] | None = attrs.field(default=None, repr=False)
@@ -67,7 +61,6 @@ class ModelStatus:
     script_settings: list[tuple[str, dict[str, object]]] = attrs.field(factory=list, repr=False)
     settings: dict[str, object] = attrs.field(factory=dict, repr=False)
     replica: Round | None = None
-    without_rows: bool = False
     others: list[torch.nn.Parameter] = attrs.field(factory=list, repr=False)
 
 
@@ -90,8 +83,10 @@ class AccumulationWindow:
         sizes: Rows of the last micro-batch on each rank, including padding.
         unscaled: Whether gradients are already unscaled (fp16).
         updates: Updates of the model, from the beginning of its training.
-        closes: Whether the micro-batch that runs now ends the window.
-        provisional: Whether that one's loss was scaled by an estimate, as `WeightedLoss` says.
+        pending: The micro-batch of the last `ops.backward`, until `ops.apply` ends it.
+        added: Whether `ops.backward` added gradients, to which the next step adds its own.
+        unreduced: Whether gradients are not reduced because the plan makes no update yet.
+        provisional: Whether the last loss was scaled by an estimate, as `WeightedLoss` says.
         epoch: The epoch in which the window opened; None once the user has been warned.
     """
 
@@ -107,7 +102,9 @@ class AccumulationWindow:
     sizes: tuple[int, ...] = ()
     unscaled: bool = False
     updates: int = 0
-    closes: bool = False
+    pending: MicroBatch | None = attrs.field(default=None, repr=False)
+    added: bool = False
+    unreduced: bool = False
     provisional: bool = False
     epoch: int | None = 0
 
@@ -115,11 +112,22 @@ class AccumulationWindow:
         self.scale, self.weight = self.sums[0], self.sums[1]
         self.bad_losses, self.bad_grads = self.sums[2], self.sums[3]
 
+    @property
+    def closes(self) -> bool:
+        """Whether the micro-batch of the last `ops.backward` ends the window."""
+        return self.pending is not None and self.pending.closes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are gradients, or micro-batches, of an update that is not made yet."""
+        return self.added or self.micro > 0
+
     def end(self) -> None:
         """Count an update, and begin a new window."""
         self.updates += 1
         self.micro = self.rows = self.full_rows = self.real_rows = 0
-        self.closes = self.provisional = False
+        self.added = self.unreduced = self.provisional = False
+        self.pending = None
 
 
 @attrs.frozen(kw_only=True, eq=False)

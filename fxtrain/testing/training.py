@@ -18,6 +18,7 @@ from fxtrain.checkpoint import restore, save
 from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
 from fxtrain.ops import detect
+from fxtrain.ops.micro_batches import micro_batch_of
 from fxtrain.state import (
     Batch,
     DistContext,
@@ -216,9 +217,8 @@ def backward_once(placed: DistContext, model: Any) -> None:
         loss = model(batch[0]).sum()
         return WeightedLoss(loss=loss, mean=loss.detach(), weight=1)
 
-    batch = one_batch(placed, model)
-    model.window.closes = True  # as the step does
-    model.strategy.run(model, batch, compute_loss, True)  # noqa: FBT003
+    micro_batch = micro_batch_of(one_batch(placed, model), model, closes=True)
+    model.strategy.run(model, micro_batch, compute_loss)
 
 
 def one_batch(placed: DistContext, model: Any) -> Batch:

@@ -28,7 +28,7 @@ from fxtrain._version import __version__
 from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
-from fxtrain.ops.same_errors import gather_or_raise
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.standing import RunFolder
 from fxtrain.state import (
     DistContext,
@@ -193,13 +193,10 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
 def own(path: Any, ctx: DistContext) -> Lock | None:
     """Lock the folder of a run before it is read; a problem is raised on every rank."""
     with contextlib.ExitStack() as undo:
-        lock, problem = None, None
-        try:
+        lock = None
+        with fail_together(ctx):
             lock = lock_folder(folder_of(path), ctx)
             undo.callback(lock.release if lock else lambda: None)
-        except FxError as error:
-            problem = error
-        gather_or_raise(None, problem, ctx)
         undo.pop_all()
         return lock
 
@@ -217,33 +214,32 @@ def open_run(
 ) -> Run:
     """`track`, with the lock that `own` returned; closing the run releases it."""
     trackers: list[tuple[Tracker, Any]] = []
-    start, identity, problem = None, None, None
+    start = None
     with contextlib.ExitStack() as undo:
-        try:
-            start = _start(path, ctx, resume=resume, ranks=ranks, **request)
-            trackers = [*targets(to)]
-            if not ctx.comm.simulated:
-                lock = lock or lock_folder(start.folder, ctx)
-                identity = claim(start.folder, resume) if ctx.is_main else None
-        except FxError as error:
-            problem = error
-        except Exception as error:  # of a value of the caller: the other ranks must receive it
-            problem = PlanError(f"track: {type(error).__name__}: {error}")
-        if lock is not None:
-            undo.callback(lock.release)
-        identity = gather_or_raise(identity, problem, ctx)[0] or Identity(id="0" * 32)
+        with fail_together(ctx) as together:
+            undo.callback(lambda: None if lock is None else lock.release())
+            try:
+                start = _start(path, ctx, resume=resume, ranks=ranks, **request)
+                trackers = [*targets(to)]
+                if not ctx.comm.simulated:
+                    lock = lock or lock_folder(start.folder, ctx)
+                    together.value = claim(start.folder, resume) if ctx.is_main else None
+            except FxError:
+                raise
+            except Exception as error:  # of a value of the caller
+                raise PlanError(f"track: {type(error).__name__}: {error}") from error
+        identity = together.values[0] or Identity(id="0" * 32)
         assert start is not None  # otherwise there was a problem
         start = attrs.evolve(start, id=identity.id)
-        writer, ids, known = None, {}, dict(enumerate(identity.identities))
-        if trackers and not ctx.comm.simulated and (ctx.is_main or ranks == "all"):
-            writer = Writer(patience_s)
-            undo.callback(writer.close, failed=True)
-            local_start = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
-            try:
+        writer, known = None, dict(enumerate(identity.identities))
+        with fail_together(ctx) as together:
+            if trackers and not ctx.comm.simulated and (ctx.is_main or ranks == "all"):
+                writer = Writer(patience_s)
+                undo.callback(writer.close, failed=True)
+                local_start = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
                 ids = _open_all(writer, trackers, local_start, known.get(ctx.rank, {}), ctx)
-            except FxError as error:
-                problem = error
-        of_ranks = gather_or_raise(ids, problem, ctx)
+                together.value = ids or None
+        of_ranks = [ids or {} for ids in together.values]
         is_new, opened = not known, of_ranks if ranks == "all" else of_ranks[:1]
         # Those of ranks that this start does not have are for a later one.
         identity = attrs.evolve(identity, identities=(*opened, *identity.identities[len(opened) :]))

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxtrain._host_memory import pinned_buffer
 from fxtrain.backends.offload.streaming import DeviceCopies
 from fxtrain.checkpoint import background
+from fxtrain.ops.pinned_buffers import pinned_buffer
 from fxtrain.state import DistContext
 
 

@@ -39,7 +39,7 @@ def arithmetic(attempt, world, rank, look):
         model = fx.wrap(Net(), ctx, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
         model.window.sizes = (size,) * data
         look(model)
-    share = least_memory((plan.strategy, mesh), STATES) / (16_000_000)
+    share = least_memory(attrs.evolve(plan, mesh=mesh), STATES) / (16_000_000)
     memory = Memory(
         **{
             name: int(share * getattr(STATES, name))

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
+from fxtrain.backends import strategies
 from fxtrain.choosing import step_cost
-from fxtrain.choosing.costs import bubble_share, collective_s
+from fxtrain.choosing.costs import collective_s
 from fxtrain.state import DEVICES, Device, DryRun, Operator, Traffic
 
 # 1 TFLOP/s, 1 GB/s of memory, links of 100 MB/s in a node and 10 MB/s between nodes.
@@ -146,6 +147,8 @@ def test_offloaded_states_travel_and_are_updated_by_the_host():
     cost = step_cost(run, offloaded, device)
     assert cost.exposed_links_s == pytest.approx(30) and cost.memory_s == pytest.approx(10)
     assert step_cost(run, SHARDED, device).seconds == pytest.approx(1)
+    stages = fx.Plan(strategy=fx.PP(stages=fx.FSDP(offload=True)))
+    assert step_cost(run, stages, device) == cost
 
 
 @pytest.mark.parametrize(
@@ -160,9 +163,10 @@ def test_offloaded_states_travel_and_are_updated_by_the_host():
     ],
 )
 def test_bubbles_by_schedule(schedule, per_rank, share):
-    strategy = fx.PP(schedule=schedule, microbatches=8, stages_per_rank=per_rank)
-    assert bubble_share(strategy, 4) == pytest.approx(share)
-    assert bubble_share(strategy, 1) == bubble_share(fx.DDP(), 4) == 0
+    plan = fx.Plan(strategy=fx.PP(schedule=schedule, microbatches=8, stages_per_rank=per_rank))
+    bubble = strategies()[fx.PP].bubble
+    assert bubble(plan, fx.Mesh(pipeline=4)) == pytest.approx(share)
+    assert bubble(plan, fx.Mesh(pipeline=1)) == 0
 
 
 def test_a_bubble_is_a_share_of_forward_and_backward():

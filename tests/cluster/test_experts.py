@@ -224,7 +224,7 @@ def _balanced(ctx, name, plan, mesh=None):
             each = F.cross_entropy(
                 out.logits.flatten(0, 1), batch.data.flatten(), reduction="sum", ignore_index=0
             )
-            balance = fx.experts.balance_loss(out.router_logits, placed, top_k=2, mask=kept)
+            balance = fx.experts.balance_loss(out.router_logits, model, top_k=2, mask=kept)
             return fx.Weighted(each + balance * kept.sum(), kept.sum())
 
         fns, data = fx.StepFns(model, loss), placed.axis("data")

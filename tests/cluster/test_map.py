@@ -73,16 +73,15 @@ def _failing(ctx, order):
 
     try:
         ops.map(work, range(5), ctx, order=order)
-    except (DataError, CollectiveError) as error:
-        return type(error).__name__, str(error), ops.map(str, range(2), ctx)
+    except DataError as error:
+        return str(error), ops.map(str, range(2), ctx)
     return None
 
 
 @pytest.mark.parametrize("order", ["static", "dynamic"])
 def test_an_item_that_fails_is_named_on_every_rank(cluster, order):
     runs = cluster.run(_failing, order)
-    assert [name for name, *_ in runs].count("DataError") == 1
-    for _, text, after in runs:
+    for text, after in runs:
         assert "map: item 3 failed on rank" in text and "ValueError: no such prompt" in text
         assert after == ["0", "1"]
 

@@ -199,14 +199,84 @@ def test_main_first_releases_the_others_with_its_error(pair):
     assert "disk full" in str(second)
 
 
-def _problem(ctx):
-    ops.raise_together(ValueError("mine") if ctx.rank == 1 else None, ctx)
+def _problem(ctx, error, who, src=None, action=""):
+    with ops.fail_together(ctx, action, src=src):
+        if ctx.rank in who:
+            raise error
 
 
-def test_raise_together(pair):
-    first, second = pair.outcomes(_problem)
+def test_an_error_of_another_package_is_raised_on_its_rank_and_quoted_on_others(pair):
+    first, second = pair.outcomes(_problem, ValueError("mine"), [1])
     assert isinstance(first, CollectiveError) and "rank 1: ValueError: mine" in str(first)
     assert isinstance(second, ValueError)
+
+
+def test_an_error_of_fxtrain_is_the_same_on_every_rank_and_names_the_one_that_failed(pair):
+    for error in pair.outcomes(_problem, fx.errors.DataError("Row 7 is empty."), [1]):
+        assert type(error) is fx.errors.DataError
+        assert str(error) == "rank 1: Row 7 is empty. [FX400]"
+
+
+@pytest.mark.parametrize(("who", "src"), [([0], 0), ([0, 1], None)], ids=["for all", "alike"])
+def test_ranks_that_fail_alike_have_one_message(pair, who, src):
+    errors = pair.outcomes(_problem, fx.errors.DataError("Row 7 is empty."), who, src)
+    assert {(type(error), error.message) for error in errors} == {
+        (fx.errors.DataError, "Row 7 is empty.")
+    }
+
+
+def _differently(ctx):
+    with ops.fail_together(ctx):
+        raise (fx.PlanError if ctx.rank else fx.errors.DataError)(f"Problem {ctx.rank}.")
+
+
+def test_ranks_that_fail_differently_have_the_errors_of_all(pair):
+    errors = pair.outcomes(_differently)
+    assert {type(error) for error in errors} == {fx.errors.DataError}
+    (message,) = {error.message for error in errors}
+    assert "rank 0: Problem 0." in message and "rank 1: Problem 1." in message
+
+
+def test_an_error_of_the_operating_system_is_one_of_the_action(cluster):
+    full = OSError(28, "No space left on device")
+    for error in cluster.outcomes(_problem, full, [0], 0, "save to x"):
+        assert isinstance(error, fx.CheckpointError)
+        assert error.message == "save to x: No space left on device."
+
+
+def _values(ctx, src):
+    counts = ctx.rank + 1 if ctx.rank != 1 else None
+    with ops.fail_together(ctx, src=src) as together:
+        together.value = counts
+    return together.values
+
+
+def test_a_block_gives_its_value_to_every_rank(cluster):
+    every = [None if rank == 1 else rank + 1 for rank in range(cluster.n)]
+    assert cluster.run(_values, None) == [every] * cluster.n
+    assert cluster.run(_values, 0) == [[1] * cluster.n] * cluster.n
+
+
+def _nested(ctx, caught):
+    """Ranks whose calls differ inside a block, after which another one may fail."""
+    with ops.fail_together(ctx), ops.fail_together(ctx):
+        try:
+            ops.agree(ctx.rank, ctx)
+        except CollectiveError:
+            if not caught:
+                raise
+            with ops.fail_together(ctx):
+                if ctx.rank:
+                    raise ValueError("mine") from None
+    return ops.reduce(1, ctx, op="sum")
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_blocks_nest(pair, caught):
+    first, second = pair.outcomes(_nested, caught)
+    assert isinstance(first, CollectiveError)
+    assert isinstance(second, ValueError if caught else CollectiveError)
+    assert pair.run(_numbers)[0]["n"] == 3
 
 
 def _lagged(ctx, shape):
@@ -247,7 +317,7 @@ def test_what_is_no_context_is_refused(call):
 
 def _code_of_rank_1(ctx, error):
     with pytest.raises(fx.FxError) as caught:
-        fx.ops.raise_together(error if ctx.rank == 1 else None, ctx)
+        _problem(ctx, error, [1])
     return type(caught.value), caught.value.message, str(caught.value)
 
 

@@ -14,7 +14,7 @@ from fxtrain.curves import read_curves
 from fxtrain.curves.page import page_of
 from fxtrain.ops.transport import exchange, messages, pace
 from fxtrain.ops.transport.pace import KEPT, Pace
-from tests._clock import Clock
+from tests._clock import Clock, measure_anew
 from tests._slow import slow_after
 
 SLOW_S = 0.01
@@ -42,8 +42,7 @@ def _clock():
 
 def _train(ctx, strategy, where, slow, updates, folder=None):
     """Updates in which some ranks take long in a place; the names of slow ranks, and times."""
-    for name in ("world", *ctx._axes):  # of earlier tests on the same ranks
-        (ctx if name == "world" else ctx.axis(name)).comm.state.slots.pop(Pace, None)
+    measure_anew(ctx)
     plan = fx.Plan(strategy=strategy)
     torch.manual_seed(0)
 
@@ -103,7 +102,7 @@ def test_nobody_is_named_where_all_are_equally_slow(pair, where):
 
 def _wait_for(ctx, late):
     """Steps around a collective for which one rank is late, and the others wait there."""
-    ctx.comm.state.slots.pop(Pace, None)
+    measure_anew(ctx)
     model = fx.wrap(nn.Linear(4, 1), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
     batch = fx.batch(torch.ones(2, 4), ctx)

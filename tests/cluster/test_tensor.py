@@ -1,5 +1,7 @@
 """Tensor parallelism beyond the laws: bad plans, the plans that models carry, split logits."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,9 +224,11 @@ def _train_by(ctx, way):
         if way == "step":
             fx.step(placed, batch, fns)
             continue
-        with fx.ops.sync(model, batch):
+        with fx.ops.sync(model, batch), ExitStack() as inner:
+            if way == "block inside a block":
+                inner.enter_context(fx.ops.sync(model, batch))
             loss = _logit_loss(model, batch[0])
-            if way == "block around both":
+            if way != "block around the loss":
                 fx.update(placed, batch, model, loss)
         if way == "block around the loss":
             fx.update(placed, batch, model, loss)
@@ -234,7 +238,7 @@ def _train_by(ctx, way):
 @pytest.mark.slow
 def test_split_logits_and_a_loss_of_the_loop_are_a_step_in_every_bit(pair):
     wanted = pair.run(_train_by, "step")
-    for way in ("block around the loss", "block around both"):
+    for way in ("block around the loss", "block around both", "block inside a block"):
         for got, of_step in zip(pair.run(_train_by, way), wanted, strict=True):
             torch.testing.assert_close(got, of_step, rtol=0, atol=0)
 

@@ -7,6 +7,7 @@ import fxtrain as fx
 from fxtrain.meters import memory, peak_flops
 from fxtrain.ops.transport.pace import _SAMPLED, KEPT, Pace
 from fxtrain.trackers import read_run
+from tests._clock import measure_anew
 from tests.devices._device import expect_warnings, is_gpu, keep_busy, synchronize
 from tests.devices._training import adam, loss_of, net, parts
 
@@ -86,7 +87,7 @@ def test_a_profile_tells_what_the_device_did(nccl, tmp_path):
 
 def _slow(ctx):
     """The ranks that are named after updates in which kernels of rank 1 last 5 ms longer."""
-    ctx.comm.state.slots.pop(Pace, None)
+    measure_anew(ctx)
     _, fns = parts(ctx, fx.Plan(strategy=fx.DDP()), optimizer=adam)
 
     def loss(model, batch):

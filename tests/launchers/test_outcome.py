@@ -34,6 +34,12 @@ def test_a_rank_that_could_not_connect_is_no_cause_of_another_rank_s_error():
     assert by_cause([late, own]) == (own, late)
 
 
+def test_an_error_that_quotes_another_rank_s_is_no_cause():
+    kind, text = "fxtrain.errors.DataError", "DataError: rank 1: Row 7 is empty. [FX400]"
+    quotes, own = (Failure(rank=n, kind=kind, error=text, time_ns=n) for n in (0, 1))
+    assert by_cause([quotes, own]) == (own, quotes)
+
+
 def test_ranks_that_the_launcher_ended_are_no_cause(tmp_path):
     """Such as rank 1, which hung, and rank 2, whose script exits with a code at SIGTERM."""
     reports = {

@@ -1,17 +1,17 @@
 """torch's DistributedDataParallel, with buckets that a restart does not change."""
 
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain import _tree
+from fxtrain.backends.core.module_changes import send_values
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import broadcast_packed
 from fxtrain.ops.transport.exchange import compare_calls
@@ -20,26 +20,11 @@ from fxtrain.state import DistContext
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _NAMED = 5  # how many names a message lists
+# Of a communication hook: its state, and the hook.
+MakeHook = Callable[[], tuple[Any, Callable[..., Any]]]
 
 
-@attrs.define(eq=False)
-class _Progress:
-    """How far a forward and its backward are; torch's modules are slow to set attributes of.
-
-    Attributes:
-        in_block: Whether inside an `ops.sync` that reduces.
-        expects: Whether the reducer expects a backward.
-        undecided: Whether there was a forward that the reducer does not know of.
-        ordered: Whether the buckets follow the order of gradients, or keep that of registration.
-    """
-
-    in_block: bool = False
-    expects: bool = False
-    undecided: bool = False
-    ordered: bool = True
-
-
-class StableBucketsDDP(DistributedDataParallel):
+class StableBucketsDDP:
     """torch's wrapper, with buckets that a restart does not change.
 
     After the first backward, torch rebuilds its buckets in the order in which gradients were
@@ -51,59 +36,85 @@ class StableBucketsDDP(DistributedDataParallel):
 
     torch decides in forward whether the backward that follows reduces gradients. Outside of
     `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there the
-    decision is made when backward begins.
+    decision is made when backward begins: by a call of torch's wrapper that runs no module.
 
     torch reduces the parameters that required a gradient when it was constructed. Here that may
-    change: the next forward builds the buckets for those that require one by then.
+    change: the next forward constructs another wrapper, for those that require one by then.
+
+    Attributes:
+        module: The user's module.
+        hook_state: The state of the communication hook.
+        unfinished: Whether a backward that reduces has begun of which it was not checked that it
+            reached all parameters, and after which rank 0's buffers were not sent yet.
     """
 
-    add_hook: Callable[..., None] | None = None  # adds the communication hook
-    data: DistContext | None = None  # over whose ranks gradients are averaged
-    hook_state: Any = None  # of the communication hook
-    _uses_all = False  # whether every backward has to reach all parameters
-    orders = False  # whether buckets are sorted in the first backward
-    # Of trained parameters, as registered, by when backward reaches them.
-    _order: Sequence[int] = ()
+    def __init__(
+        self,
+        module: nn.Module,
+        data: DistContext,
+        options: Mapping[str, Any],
+        *,
+        sends_buffers: bool,
+        make_hook: MakeHook | None = None,
+        orders: bool = True,
+    ) -> None:
+        """Wrap a module, whose values are equal on all ranks.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # torch's first buckets are for parameters in the order of their use, those of
-        # `fix_buckets` for the order of their gradients.
-        self._fixed = not (kwargs["static_graph"] or kwargs["find_unused_parameters"])
-        super().__init__(*args, **kwargs)
-        self.progress = _Progress()
+        Args:
+            data: Over whose ranks gradients are averaged.
+            options: Arguments of torch's wrapper.
+            sends_buffers: Whether rank 0's buffers are sent after each reduction.
+            make_hook: Makes the communication hook, again for other buckets.
+            orders: Whether the buckets are sorted in the first backward.
+        """
+        self.module, self.hook_state, self.unfinished = module, None, False
+        self._data, self._options, self._make_hook = data, options, make_hook
+        self._sends_buffers = sends_buffers
+        self._static: bool = options["static_graph"]
+        # What a search for unused parameters starts from is the loss, which several forwards may
+        # contribute to; each forward would start it from its own outputs.
+        self._searches: bool = options["find_unused_parameters"] and not self._static
+        # Whether every backward has to reach all parameters.
+        self._uses_all = not (self._static or options["find_unused_parameters"])
+        self._orders = orders and self._uses_all
+        # Whether the buckets follow the order of gradients, or keep that of registration.
+        self._ordered = not self._orders
+        # Of trained parameters, as registered, by when backward reaches them.
+        self._order: Sequence[int] = ()
+        self.in_block = False  # whether inside an `ops.sync` that reduces
+        self._reduces = True  # whether outside of `no_sync`
+        self._expects = False  # whether torch expects a backward
+        self._undecided = False  # whether there was a forward that torch does not know of
+        self._ddp: DistributedDataParallel
+        self._build()
 
-    def _build_params_for_reducer(self) -> Any:
+    def _build(self) -> None:
+        """Construct torch's wrapper for the parameters that require a gradient now."""
         self._trained = {p: p.requires_grad for p in self.module.parameters()}
-        parameters, sparse = super()._build_params_for_reducer()
-        if not self._fixed:
-            return parameters, sparse
-        # Backward usually reaches what was registered last first.
-        places = self._order or range(len(parameters))[::-1]
-        self._sorted = [parameters[place] for place in places]
-        return self._sorted, [sparse[place] for place in places]
+        parameters = list(filter(_REQUIRES_GRAD, self._trained))
+        if self._uses_all:
+            # Backward usually reaches what was registered last first.
+            places = self._order or range(len(parameters))[::-1]
+            parameters = [parameters[place] for place in places]
+        self._sorted = parameters
+        self._ddp = DistributedDataParallel(_Calls(self.module, parameters), **self._options)
+        if self._make_hook is not None:
+            self.hook_state, hook = self._make_hook()
+            self._ddp.register_comm_hook(self.hook_state, hook)
+        if self._uses_all:
+            # As if a backward had reached the parameters in this order.
+            self._ddp.reducer._push_all_rebuilt_params()
+            self._rebuild_or_check()
 
     def register_comm_hook(self, state: object, hook: Callable[[object, Any], Any]) -> None:
         """As torch's; the hook stays when the buckets are built again."""
-        super().register_comm_hook(state, hook)
-        if self.add_hook is None:
-            register = DistributedDataParallel.register_comm_hook
-            self.add_hook = partial(register, state=state, hook=hook)
+        self._ddp.register_comm_hook(state, hook)
+        self._make_hook = lambda: (state, hook)
 
-    def fix_buckets(self) -> None:
-        self.reducer._push_all_rebuilt_params()
-        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
-        self._uses_all = True
-
-    def _build_reducer(self) -> None:
-        parameters, sparse = self._build_params_for_reducer()
-        known = {parameter: name for name, parameter in self.module.named_parameters()}
-        names = {place: known[parameter] for place, parameter in enumerate(parameters)}
-        self._ddp_init_helper(parameters, sparse, names, self.static_graph)
-        self._has_rebuilt_buckets = False
-        if self.add_hook is not None:
-            self.add_hook(self)
-        if self._uses_all:
-            self.fix_buckets()
+    def bucket_sizes(self) -> list[int]:
+        """The values that each bucket holds, on which the state of a hook depends."""
+        buckets = self._ddp.reducer._get_zeros_like_grad_buckets()
+        return [bucket.buffer().numel() for bucket in buckets]
 
     def _order_buckets(self, roots: list[Tensor]) -> None:
         """Sort the buckets by when backward computes the gradients on rank 0.
@@ -112,39 +123,52 @@ class StableBucketsDDP(DistributedDataParallel):
             One broadcast of a number per parameter, and torch's comparison of buckets if the order
             is not that of registration.
         """
-        self.progress.ordered = True
+        self._ordered = True
         registered = list(range(len(self._sorted)))[::-1]
         computed = _gradient_order(roots, self._sorted)
         ready = [registered[place] for place in computed] if computed else registered
         order = torch.tensor(ready, dtype=torch.int32, device="cpu")
-        if self.data is not None:
-            order = broadcast_packed("backward", pack(order), self.data, 0)
-        self._order = order.tolist()
+        self._order = broadcast_packed("backward", pack(order), self._data, 0).tolist()
         if self._order != registered:
-            self._build_reducer()
+            self._build()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.unfinished:
+            self.finish_reduction()
         if not torch.is_grad_enabled():
             # Past torch's forward, in which the ranks wait for each other.
-            self.sync_buffers_once()
             return self.module(*inputs, **kwargs)
-        self._check_reduced()
         if changed := self._changed():
             self._change_parameters(changed)
-        progress = self.progress
-        # What a search for unused parameters starts from is the loss, which several forwards may
-        # contribute to; each forward would start it from its own outputs.
-        searches = self.find_unused_parameters and not self.static_graph
-        known = progress.in_block and progress.ordered and not searches
-        if known or not self.require_backward_grad_sync:
-            progress.expects, progress.undecided = progress.in_block, False
-            return super().forward(*inputs, **kwargs)
-        # Undecided: if the reducer expected a backward that never comes, torch's next forward would
-        # raise an error.
-        with self.no_sync():
-            out = super().forward(*inputs, **kwargs)
-        self._decide_in_backward(out)
+        self._undecided = False
+        if self.in_block and self._ordered and not self._searches:
+            self._expects = self.unfinished = True
+            return self._ddp(self.module, *inputs, **kwargs)
+        # Undecided: if torch expected a backward that never comes, its next forward would raise an
+        # error.
+        self._expects = False
+        with self._ddp.no_sync():
+            out = self._ddp(self.module, *inputs, **kwargs)
+        if self._reduces:
+            self._decide_in_backward(out)
         return out
+
+    def train(self) -> None:
+        """Put the module into training mode."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """Put the module into evaluation mode."""
+        self.module.eval()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A region whose backward does not reduce."""
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
 
     def _changed(self) -> list[nn.Parameter]:
         """The parameters that did not require a gradient and do now, and the reverse.
@@ -170,7 +194,7 @@ class StableBucketsDDP(DistributedDataParallel):
         """
         known = {p: name for name, p in self.module.named_parameters()}
         names = ", ".join(known.get(p, "a removed one") for p in changed[:_NAMED])
-        if self.static_graph:
+        if self._static:
             raise StepError(
                 f"requires_grad of {names} changed after fx.wrap, and DDP(static_graph=True) needs "
                 f"the same graph in every step. Use static_graph=False.",
@@ -182,32 +206,33 @@ class StableBucketsDDP(DistributedDataParallel):
                 f"are not reduced yet. Call it after an update.",
                 code="FX505",
             )
-        if self.data is not None:
-            compare_calls(self.data, ("forward", f"requires_grad changed: {names}"))
-        self._order, self.progress.ordered = (), not self.orders
-        self._build_reducer()
+        compare_calls(self._data, ("forward", f"requires_grad changed: {names}"))
+        self._order, self._ordered = (), not self._orders
+        self._build()
 
     def before_backward(self, loss: Tensor) -> None:
-        """Have the reducer expect this backward, unless forward did or nothing is reduced."""
-        if self.require_backward_grad_sync and not self.progress.expects:
-            self._expect([loss])
-        self.progress.expects = self.progress.undecided = False
+        """Have torch expect this backward, unless forward did or nothing is reduced."""
+        if self._reduces:
+            if not self._expects:
+                self._expect([loss])
+            self.unfinished = True
+        self._expects = self._undecided = False
 
     def _decide_in_backward(self, out: Any) -> None:
         """Make a `loss.backward()` outside of a step reduce gradients."""
         leaves = _tree.flatten(out)[0]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        self.progress.undecided = bool(outputs)
+        self._undecided = bool(outputs)
         if not outputs:  # that are found
             self._expect([])
             return
-        searched = self.find_unused_parameters or not self.progress.ordered
+        searched = self._searches or not self._ordered
         roots = list(outputs) if searched else []
 
         def begins(_: Tensor) -> None:
-            if self.progress.undecided and self.require_backward_grad_sync:
+            if self._undecided and self._reduces:
                 self._expect(roots)
-            self.progress.undecided = False
+            self._undecided = False
             roots.clear()  # they hold this function
 
         # Backward passes the outputs before it reaches any parameter.
@@ -215,12 +240,11 @@ class StableBucketsDDP(DistributedDataParallel):
             leaf.register_hook(begins)
 
     def _expect(self, roots: list[Tensor]) -> None:
-        if not self.progress.ordered:
+        if not self._ordered:
             self._order_buckets(roots)
-        self.reducer.prepare_for_forward()
-        self.require_forward_param_sync = True
-        searched = self.find_unused_parameters and not self.static_graph
-        self.reducer.prepare_for_backward(roots if searched else [])
+        self.unfinished = True
+        with torch.enable_grad():  # which a backward disables
+            self._ddp(_given, *(roots if self._searches else ()))
 
     def finish_reduction(self) -> None:
         """End a backward: check that gradients were reduced, and send rank 0's buffers to all.
@@ -228,22 +252,44 @@ class StableBucketsDDP(DistributedDataParallel):
         torch would send them in the next forward of any kind, on all ranks. Sent here, where all
         ranks participate, they are also equal when one rank evaluates by itself.
         """
-        self._check_reduced()
-        self.sync_buffers_once()
-
-    def sync_buffers_once(self) -> None:
-        """Send rank 0's buffers now, if a backward outside of fxtrain left that to do."""
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
-            self.require_forward_param_sync = False
-
-    def _check_reduced(self) -> None:
-        if not self._uses_all:
+        if not self.unfinished:
             return
-        try:
-            self.reducer._rebuild_buckets()  # done already, except for this check
-        except RuntimeError as error:
-            raise _not_reduced(self.module, self._sorted, str(error)) from error
+        if self._uses_all:
+            try:
+                self._rebuild_or_check()
+            except RuntimeError as error:
+                raise _not_reduced(self.module, self._sorted, str(error)) from error
+        self.unfinished = False
+        if self._sends_buffers:
+            send_values(self.module.buffers(), self._data)
+
+    def _rebuild_or_check(self) -> None:
+        """What torch does first in a forward, by one that runs no module.
+
+        It builds its buckets again, once; afterwards it checks that gradients were reduced.
+        """
+        with torch.enable_grad(), self._ddp.no_sync():
+            self._ddp(_given)
+
+
+class _Calls(nn.Module):
+    """What torch's wrapper holds: parameters in an order, and a forward that calls its argument."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        # torch asks the module that has a parameter whether its gradient is sparse.
+        sparse: dict[Any, nn.Module] = {table.weight: table for table in tables if table.sparse}
+        self.parts = nn.ModuleList(
+            sparse[p] if p in sparse else nn.ParameterList([p]) for p in parameters
+        )
+
+    def forward(self, call: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Any:
+        return call(*inputs, **kwargs)
+
+
+def _given(*values: Any) -> tuple[Any, ...]:
+    return values
 
 
 class Reduced:
@@ -253,10 +299,10 @@ class Reduced:
         self._engine = engine
 
     def __enter__(self) -> None:
-        self._engine.progress.in_block = True
+        self._engine.in_block = True
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._engine.progress.in_block = False
+        self._engine.in_block = False
         if kind is None:
             self._engine.finish_reduction()
 

@@ -25,7 +25,7 @@ from fxtrain.ops.whole_tensors import full_values, local_values, plain_name, wit
 from fxtrain.state import TE, DistContext, FlatShard, Key, ModelState, StateReader, Wrapped
 from fxtrain.state.keys import OPTIMIZER, SCALES, WEIGHTS
 
-_SENDS_BUFFERS = "require_forward_param_sync"
+_SENDS_BUFFERS = "unfinished"
 
 
 def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
@@ -52,7 +52,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         "optimizers": optimizers,
         "schedulers": [scheduler.state_dict() for scheduler in flattened(model.scheduler or ())],
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
-        # torch's DDP sends buffers before a forward if the one before it ended a window.
+        # DDP sends buffers before a forward if the backward before it was not ended by fxtrain.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
         **frozen,
         **window,

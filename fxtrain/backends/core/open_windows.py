@@ -49,7 +49,7 @@ def window_state(model: Wrapped) -> tuple[dict[Key, Tensor], dict[Key, Tensor], 
                     own[Key.of(PLACEMENTS, kind, name)] = torch.tensor(codes, device="cpu")
     before = model.status.before_window if window.micro else None
     own |= {Key(BEFORE, name): value for name, value in (before or {}).items()}
-    tensors = _means(model, losses) if window.micro or model.status.added_grads else {}
+    tensors = _means(model, losses) if window.is_open else {}
     facts = {"own": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
     return tensors, own, {"window": facts}
 

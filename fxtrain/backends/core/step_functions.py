@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from fxtrain import _tree, ops
 from fxtrain.errors import StepError
 from fxtrain.ops import autocast
-from fxtrain.ops.placeholders import has_no_row, uncounted
+from fxtrain.ops.placeholders import uncounted
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.ops.whole_tensors import local_part
 from fxtrain.state import (
     AccumulationWindow,
     Batch,
     DistContext,
+    MicroBatch,
     Plan,
     UpdateResult,
     UpdateSpec,
@@ -95,14 +96,14 @@ def refuse_backward_of_others(out: Any, model: Wrapped) -> None:
         out: What forward returned; only tensors that `_tree.flatten` finds are watched.
     """
     status = model.status
-    if status.in_backward or not torch.is_grad_enabled():
+    if status.running is not None or not torch.is_grad_enabled():
         return
     if not any(parameter.requires_grad for parameter in model.module.parameters()):
         return
 
     def begins(_: Tensor) -> None:
         # With create_graph=True it computes a term of a loss, such as a gradient penalty.
-        if status.in_backward or not model.window.micro or torch.is_grad_enabled():
+        if status.running is not None or not model.window.micro or torch.is_grad_enabled():
             return
         name = type(model.module).__name__
         raise StepError(
@@ -117,7 +118,7 @@ def refuse_backward_of_others(out: Any, model: Wrapped) -> None:
             leaf.register_hook(begins)
 
 
-def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+def no_sync(model: Wrapped, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     """Do nothing: there is nothing to reduce, so all micro-batches are alike."""
     return NOTHING
 
@@ -142,27 +143,20 @@ def begin(model: Wrapped) -> None:
 
 def run(
     model: Wrapped,
-    batch: Batch,
+    micro_batch: MicroBatch,
     compute_loss: Callable[[Wrapped, Batch], WeightedLoss],
-    reduce: bool,  # noqa: FBT001
 ) -> WeightedLoss:
     """Forward, loss, backward."""
-    strategy = model.strategy
-    model.status.in_backward = True
-    try:
-        with strategy.sync(model, reduce):
-            if 0 in batch.sizes and has_no_row(model, batch):
-                with uncounted(
-                    [model.module], model.ctx, model.status.before_call
-                ) as drop_gradients:
-                    weighted = compute_loss(model, batch)
-                    drop_gradients()
-                    strategy.backward(weighted.loss, model)
-            else:
+    strategy, batch = model.strategy, micro_batch.batch
+    with strategy.sync(model, micro_batch):
+        if micro_batch.has_rows:
+            weighted = compute_loss(model, batch)
+            strategy.backward(weighted.loss, model)
+        else:
+            with uncounted([model.module], micro_batch.buffers) as drop_gradients:
                 weighted = compute_loss(model, batch)
+                drop_gradients()
                 strategy.backward(weighted.loss, model)
-    finally:
-        model.status.in_backward = False
     return weighted
 
 

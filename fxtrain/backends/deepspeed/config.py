@@ -13,15 +13,15 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain.errors import PlanError
-from fxtrain.state import DeepSpeed, FromConfig, LossScale, Plan
-from fxtrain.state.deepspeed import (
+from fxtrain.backends.deepspeed.config_file import (
     WINDOW_ENTRIES,
     autocast_dtype,
     fill_from_config,
     is_enabled,
     read_config,
 )
+from fxtrain.errors import PlanError
+from fxtrain.state import DeepSpeed, FromConfig, LossScale, Plan
 
 AUTO = "auto"
 ZERO = "zero_optimization"

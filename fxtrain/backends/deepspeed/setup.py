@@ -33,12 +33,12 @@ from fxtrain.backends.deepspeed.config import (
     resolve_deepspeed,
     section,
 )
+from fxtrain.backends.deepspeed.config_file import read_config
 from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.ops.connecting import ensure_group, export_local_rank
 from fxtrain.ops.opening import open_by_members
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped, from_config
-from fxtrain.state.deepspeed import read_config
 
 _MIN_VERSION = (0, 19)
 # How torch's optimizers may update, and how they may compute, which DeepSpeed's do not.

@@ -14,15 +14,22 @@ from fxtrain.backends.core.initial_values import send_buffers
 from fxtrain.backends.core.module_changes import unknown_classes
 from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.deepspeed.config import ZERO, config_problems, partial_config
+from fxtrain.backends.deepspeed.config_file import (
+    WINDOW_ENTRIES,
+    fill_from_config,
+    is_enabled,
+    read_config,
+)
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
-from fxtrain.errors import PlanError, StepError
+from fxtrain.errors import StepError
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import LoggedPlans, plan_changes
-from fxtrain.ops.same_errors import problem_of_ranks
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import (
     DeepSpeed,
     DistContext,
     Mesh,
+    MicroBatch,
     Plan,
     Strategy,
     UpdateResult,
@@ -30,52 +37,31 @@ from fxtrain.state import (
     Wrapped,
     unsupported,
 )
-from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, is_enabled, read_config
 
 
 def _prepare(action: str, ctx: DistContext, plan: Plan) -> Plan:
     """The plan with its config's content, and the values that it leaves to the config.
 
-    Logs once what the config adds.
+    Logs once what the config adds. One exchange of packets for a config in a file, which may be
+    missing on some nodes; none for its text.
     """
     if plan.strategy.config is None:
         return plan
-    data = _config_on_ranks(action, ctx, plan.strategy)
+    from_file = not plan.strategy.config.startswith("{")
+    data: dict[str, Any] = {}
+    with fail_together(ctx if from_file else None):
+        data = read_config(plan.strategy)
     read = attrs.evolve(plan, strategy=attrs.evolve(plan.strategy, config=data))
     filled = fill_from_config(read, data, ctx.axis("data").world_size)
     known = ctx.comm.slot(LoggedPlans)
-    if filled != read and filled not in known and not _only_planned(ctx):
+    only_checked = ctx.comm.simulated and ctx.comm.control is None  # before a launch
+    if filled != read and filled not in known and not only_checked:
         known.add(filled)
         log(ctx, "fxtrain.plan").info(
             "fx.%s takes from the DeepSpeed config what the plan leaves at its default: %s.",
             *(action, plan_changes(read, filled)),
         )
     return filled
-
-
-def _only_planned(ctx: DistContext) -> bool:
-    """Whether a context has no process group, as one by which a launch is checked."""
-    return ctx.comm.simulated and ctx.comm.control is None
-
-
-def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict[str, Any]:
-    """The content of a DeepSpeed config, which every rank can read or none.
-
-    One exchange of packets for a file, which may be missing on some nodes; none for its text, nor
-    without a group of ranks, as where a launch is checked before it starts.
-    """
-    data: dict[str, Any] = {}
-    problem = ""
-    try:
-        data = read_config(strategy)
-    except PlanError as error:
-        problem = error.message
-    from_file = strategy.config is not None and not strategy.config.startswith("{")
-    if from_file and not _only_planned(ctx):
-        problem = problem_of_ranks(f"{action}, to read a DeepSpeed config", problem, ctx)
-    if problem:
-        raise PlanError(problem)
-    return data
 
 
 def _without_batch(plan: Plan) -> Plan:
@@ -161,10 +147,10 @@ def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _tree.map_leaves(step_functions.to_float, out) if wide else out
 
 
-def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+def _sync(model: Wrapped, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     """Mark the end of a window for an engine that counts itself; others get it in `apply`."""
     if model.optimizers and _counts_itself(model.engine):
-        model.engine.set_gradient_accumulation_boundary(enabled)
+        model.engine.set_gradient_accumulation_boundary(micro_batch.reduces)
     return nullcontext()
 
 

@@ -41,10 +41,10 @@ from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.step_functions import average_grads, local_grads
 from fxtrain.backends.tensor import count_routes, is_mixture, split_layers
 from fxtrain.ops.block_names import block_names
-from fxtrain.ops.placeholders import Placeholders, fsdp_groups
+from fxtrain.ops.placeholders import fsdp_groups, runs_placeholders
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.ops.whole_tensors import full_values
-from fxtrain.state import FSDP, DistContext, Float8, Plan
+from fxtrain.state import FSDP, DistContext, Float8, ModelStatus, Plan
 
 
 def shard_size(ctx: DistContext, config: FSDP) -> int:
@@ -155,8 +155,17 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
     return chosen
 
 
-def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
+def shard_module(
+    module: nn.Module, ctx: DistContext, plan: Plan, size: int, status: ModelStatus
+) -> Callable[[], None]:
     """Shard a module over replicas of `size` ranks each, of the data and context axes.
+
+    Args:
+        module: The user's module.
+        ctx: The context.
+        plan: The plan.
+        size: Ranks of a replica.
+        status: Of the handle of the module: where hooks find the micro-batch that runs.
 
     Effects:
         Replaces parameters by their shards and adds torch's hooks, in place.
@@ -177,7 +186,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     averages: list[Any] = []
     if ctx.axis("loss").world_size > 1:
         spread = None if config.expert is None else device_mesh(ctx, size, config.expert)
-        _apply(module, mesh, spread, ctx, plan)
+        _apply(module, mesh, spread, ctx, plan, status)
         replica = ctx.axis("loss" if plan.local is None else "shard")
         averages = _average_ignored(module, replica)
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
@@ -195,7 +204,12 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
 
 
 def _apply(
-    module: nn.Module, mesh: DeviceMesh, spread: DeviceMesh | None, ctx: DistContext, plan: Plan
+    module: nn.Module,
+    mesh: DeviceMesh,
+    spread: DeviceMesh | None,
+    ctx: DistContext,
+    plan: Plan,
+    status: ModelStatus,
 ) -> None:
     names = ignored_parameters(module, plan.strategy)
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -208,7 +222,7 @@ def _apply(
         experts = list(expert_modules(module).values())
         parts = [unit for unit in parts if all(unit is not expert for expert in experts)]
         for part in experts:
-            if not shard_experts(part, spread, ctx, _options(spread, None, ctx, plan)):
+            if not shard_experts(part, spread, ctx, _options(spread, None, ctx, plan), status):
                 ignored.update(part.parameters())
     shard_parts(module, parts, ignored, mesh, ctx, plan)
     if gathered_in_float8(plan) is not None:
@@ -417,13 +431,18 @@ def _shard_dim(parameter: Tensor, here: int, outer: int) -> int | None:
 
 
 def shard_experts(
-    part: nn.Module, mesh: DeviceMesh, ctx: DistContext, options: Mapping[str, Any]
+    part: nn.Module,
+    mesh: DeviceMesh,
+    ctx: DistContext,
+    options: Mapping[str, Any],
+    status: ModelStatus,
 ) -> bool:
     """Give each rank its experts of a mixture, and shard those over the ranks that hold the same.
 
     Args:
         mesh: Of the axes replicate (if there are replicas), shard and expert.
         options: Of fully_shard.
+        status: Where the hooks find the micro-batch that runs.
 
     Returns:
         Whether fully_shard holds them. Where no other rank holds the same ones, and they compute in
@@ -439,7 +458,7 @@ def shard_experts(
     distributed: DistributedParameters = {}
     for name in names:
         distribute_parameter(part, name, group, Shard(0), distributed)
-    _add_hooks(part, names, group, here, ctx)
+    _add_hooks(part, names, group, here, ctx, status)
     offloaded = isinstance(options["offload_policy"], CPUOffloadPolicy)
     if options["mesh"].size() == 1 and options["mp_policy"].param_dtype is None and not offloaded:
         return False
@@ -452,18 +471,22 @@ def shard_experts(
 
 
 def _add_hooks(
-    part: nn.Module, names: Sequence[str], mesh: DeviceMesh, here: int, ctx: DistContext
+    part: nn.Module,
+    names: Sequence[str],
+    mesh: DeviceMesh,
+    here: int,
+    ctx: DistContext,
+    status: ModelStatus,
 ) -> None:
     signature, group = inspect.signature(part.forward), mesh.get_group()
     count: Any = part.num_experts
     open_forwards: list[tuple[Tensor, list[int], list[int], Tensor, torch.dtype]] = []
-    placeholders = ctx.comm.slot(Placeholders)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
         show_local(module, names)
         vars(module)["num_experts"] = here
-        if placeholders.now:  # of which other ranks' experts must get nothing
+        if runs_placeholders(status):  # of which other ranks' experts must get nothing
             index = index[:0]
         order = index.flatten().argsort(stable=True)
         sent, received, per_expert = _counts(index, here, group, ctx)
@@ -484,7 +507,7 @@ def _add_hooks(
             return out  # forward failed, and this hook was called to clean up
         if not len(out):  # backward runs the same collectives and reductions on all ranks
             out = out + sum([unused[:0].sum() for unused in (args[0], *local)])
-        back = _AllToAll.apply(out, received, sent, group, 1 / mesh.size(), placeholders)
+        back = _AllToAll.apply(out, received, sent, group, 1 / mesh.size(), status)
         each = back.new_zeros(weights.numel(), *back.shape[1:]).index_copy(0, order, back)
         weighted = each.view(*weights.shape, -1) * weights[..., None]
         return weighted.to(dtype).sum(1)
@@ -529,15 +552,15 @@ class _AllToAll(torch.autograd.Function):
         received: list[int],
         group: Any,
         factor: float,
-        placeholders: Placeholders | None = None,
+        status: ModelStatus | None = None,
     ) -> Tensor:
         state.sent, state.received, state.group, state.factor = sent, received, group, factor
-        state.placeholders = placeholders
+        state.status = status
         return _sent(rows, sent, received, group)
 
     @staticmethod
     def backward(state: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        if state.placeholders is not None and state.placeholders.now:
+        if state.status is not None and runs_placeholders(state.status):
             grad = torch.zeros_like(grad)  # of outputs that this rank got before it said so
         back = _sent(grad, state.received, state.sent, state.group)
         return back * state.factor, None, None, None, None, None

@@ -3,7 +3,6 @@
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -31,10 +30,7 @@ from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import split_problems
 from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.state import FSDP, DistContext, Mesh, Plan, Strategy, Wrapped
-
-# Whether the caller is inside `loss_on_parts`.
-_ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
+from fxtrain.state import FSDP, DistContext, Mesh, MicroBatch, ModelStatus, Plan, Strategy, Wrapped
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -168,24 +164,21 @@ def _wrap(
 ) -> Wrapped:
     if ctx.axis("loss").world_size == ctx.mesh.tensor == 1:
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
-    size = shard_size(ctx, plan.strategy)
+    size, status = shard_size(ctx, plan.strategy), ModelStatus()
     with ExitStack() as undo:
         undo.callback(_extensions.hold_as_parameters(module, ctx.device))
-        undo.callback(shard_module(module, ctx, plan, size))
+        undo.callback(shard_module(module, ctx, plan, size, status))
         undo = undo.pop_all()
     with undone_together(undo.close, ctx):
-        model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close)
+        model = make_handle(
+            strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close, status=status
+        )
     return _extensions.independent_replicas(model, size)
 
 
 @contextmanager
 def undone_together(undo: Callable[[], None], ctx: DistContext) -> Iterator[None]:
-    """A block after which, if it fails on a rank, all of them gather the parameters again.
-
-    Raises:
-        Exception: this rank's own.
-        CollectiveError: another rank's failed.
-    """
+    """A block of `fail_together` after whose failure all ranks gather the parameters again."""
     try:
         with fail_together(ctx):
             yield
@@ -213,11 +206,13 @@ def _refuse_higher_gradients(_: Tensor) -> None:
         )
 
 
-def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+def _sync(model: Wrapped, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     module: Any = model.module
     sharded = hasattr(module, "set_requires_gradient_sync")
-    inner = _unreduced(module) if sharded and not enabled else nullcontext()
-    return loss_on_parts(inner) if splits_logits(model.ctx, model.plan.strategy) else inner
+    inner = _unreduced(module) if sharded and not micro_batch.reduces else nullcontext()
+    # A region inside another one would end both.
+    begins = splits_logits(model.ctx, model.plan.strategy) and not micro_batch.nested
+    return loss_on_parts(inner) if begins else inner
 
 
 def splits_logits(ctx: DistContext, config: FSDP | None) -> bool:
@@ -228,22 +223,11 @@ def splits_logits(ctx: DistContext, config: FSDP | None) -> bool:
 
 @contextmanager
 def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
-    """The region of forward and backward in which cross-entropy accepts sharded logits.
-
-    Regions nest, as where `fx.update` is called inside `ops.sync`; torch's end with the inner one.
-    """
+    """The region of forward and backward in which cross-entropy accepts sharded logits."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    if _ON_PARTS.get():
-        with inner:
-            yield
-        return
-    token = _ON_PARTS.set(True)
-    try:
-        with inner, loss_parallel():
-            yield
-    finally:
-        _ON_PARTS.reset(token)
+    with inner, loss_parallel():
+        yield
 
 
 @contextmanager
@@ -279,12 +263,19 @@ def shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
     return size, size
 
 
+def overlapped(plan: Plan) -> tuple[str, ...]:
+    """Blocks are gathered while others compute; whole replicas reduce gradients in backward."""
+    return ("backward",) if plan.strategy.mode == "none" else ("forward", "backward")
+
+
 FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
     config=FSDP,
     raises_parameters=raises_parameters,
     shards=shards,
+    in_host_memory=lambda plan: plan.strategy.offload,
+    overlapped=overlapped,
     one_rank=False,
     waits_in_forward=True,
     gathers_weights=True,

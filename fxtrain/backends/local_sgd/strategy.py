@@ -41,6 +41,7 @@ from fxtrain.state import (
     Key,
     LocalSGD,
     Mesh,
+    MicroBatch,
     ModelState,
     Plan,
     Position,
@@ -48,8 +49,6 @@ from fxtrain.state import (
     StateReader,
     Strategy,
     TensorIndex,
-    UpdateResult,
-    UpdateSpec,
     Weight,
     WeightedLoss,
     Wrapped,
@@ -97,7 +96,6 @@ def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
     strategy = attrs.evolve(
         inner,
         run=functools.partial(_run, inner),
-        apply=functools.partial(_apply, inner),
         state=functools.partial(_state, inner),
         load_state=functools.partial(_load_state, inner),
         weights=functools.partial(_weights, inner),
@@ -118,14 +116,12 @@ def only_this_rank(ctx: DistContext) -> DistContext:
 def _run(
     inner: Strategy,
     model: Wrapped,
-    batch: Batch,
+    micro_batch: MicroBatch,
     compute_loss: Callable[[Wrapped, Batch], WeightedLoss],
-    reduce: bool,  # noqa: FBT001
 ) -> WeightedLoss:
     """One micro-batch, and what the replica trained on in it."""
-    weighted, now = inner.run(model, batch, compute_loss, reduce), _round(model)
-    rows = sum(now.sizes(batch))
-    model.status.without_rows = not (model.window.rows if model.window.micro else rows)
+    weighted, now = inner.run(model, micro_batch, compute_loss), _round(model)
+    batch = micro_batch.batch
     if weighted.explicit:
         weight = weighted.weight
         if not isinstance(weight, Tensor):
@@ -133,20 +129,13 @@ def _run(
         now.open_weight.add_(weight.detach().reshape(()))
         now.open_rows[_WEIGHTED] += 1
     else:
-        now.open_rows[:2] += torch.tensor([rows, sum(batch.sizes)], device="cpu")
+        now.open_rows[:2] += torch.tensor([sum(now.sizes(batch)), sum(batch.sizes)], device="cpu")
     return weighted
 
 
 def _round(model: Wrapped) -> Round:
     assert model.status.replica is not None
     return model.status.replica
-
-
-def _apply(inner: Strategy, model: Wrapped, update: UpdateSpec) -> UpdateResult:
-    if model.status.without_rows:
-        model.status.without_rows = False
-        update = attrs.evolve(update, keep_parameters=True)
-    return inner.apply(model, update)
 
 
 def _state(inner: Strategy, model: Wrapped) -> ModelState:

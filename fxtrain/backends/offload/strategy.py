@@ -51,6 +51,7 @@ from fxtrain.precision.quantizing import (
 from fxtrain.state import (
     DistContext,
     FileTensor,
+    MicroBatch,
     ModelState,
     Offload,
     Placement,
@@ -131,7 +132,7 @@ def wrap_streamed(
         copy: Copy streamed units to their device, also if that is the CPU.
     """
     config: Offload = plan.strategy
-    with fail_together(ctx if ctx.world_size > 1 else None, "wrap"):
+    with fail_together(ctx, "wrap"):
         placement = config.placement or _compute_placement(
             config, module, ctx, trains=optimizer is not None
         )
@@ -281,12 +282,12 @@ def _send(streaming: Streaming, ctx: DistContext) -> None:
 
 
 @contextmanager
-def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
+def _sync(model: Wrapped, micro_batch: MicroBatch) -> Iterator[None]:
     """Average gradients over ranks at the end: those of the few parameters that are trained."""
     yield
     data = model.ctx.axis("loss")
     trained = [p for o in model.optimizers for g in o.param_groups for p in g["params"]]
-    if not (enabled and trained and data.world_size > 1):
+    if not (micro_batch.reduces and trained and data.world_size > 1):
         return
     absent = [index for index, parameter in enumerate(trained) if parameter.grad is None]
     used = trained[0].detach().new_ones(len(trained))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import _tree
-from fxtrain._host_memory import pinned_buffer
 from fxtrain.backends.offload.mapped_files import (
     MappedFile,
     check_mapping,
@@ -23,6 +22,7 @@ from fxtrain.backends.offload.mapped_files import (
 )
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.errors import CheckpointError, PlanError
+from fxtrain.ops.pinned_buffers import pinned_buffer
 from fxtrain.state.placement import DISK
 
 _LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fxtrain.backends.core.module_changes import unknown_patterns
 from fxtrain.ops.block_names import block_names
-from fxtrain.state import PP, Plan
+from fxtrain.state import PP, Mesh, Plan
 
 
 class ScheduleKind(NamedTuple):
@@ -23,6 +23,7 @@ class ScheduleKind(NamedTuple):
         parts: Required micro-batches: any, one per stage, or rounds of equally many.
         v_shaped: Whether stages are placed over the ranks and back, instead of in a loop.
         splits: Whether it runs the backward of inputs and of weights separately.
+        bubble: What is left of its bubble, as a share.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ScheduleKind(NamedTuple):
     parts: str = "any"
     v_shaped: bool = False
     splits: bool = False
+    bubble: float = 1.0
 
 
 _V_SCHEDULES: Mapping[str, Any] = {"stages": (2, 2), "v_shaped": True, "splits": True}
@@ -39,10 +41,10 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
     "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
     "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", parts="rounds"),
     "interleaved_zero_bubble": ScheduleKind(
-        "ScheduleInterleavedZeroBubble", parts="rounds", splits=True
+        "ScheduleInterleavedZeroBubble", parts="rounds", splits=True, bubble=1 / 3
     ),
-    "zbv_zero_bubble": ScheduleKind("ScheduleZBVZeroBubble", **_V_SCHEDULES),
-    "dualpipe_v": ScheduleKind("ScheduleDualPipeV", parts="stages", **_V_SCHEDULES),
+    "zbv_zero_bubble": ScheduleKind("ScheduleZBVZeroBubble", **_V_SCHEDULES, bubble=0.0),
+    "dualpipe_v": ScheduleKind("ScheduleDualPipeV", parts="stages", **_V_SCHEDULES, bubble=2 / 3),
 }
 
 
@@ -94,6 +96,24 @@ def partition_of(module: nn.Module, config: PP, ranks: int) -> Partition:
         parts=config.microbatches or count,
         stages=_stages(module, config, starts),
     )
+
+
+def microbatch_count(plan: Plan, mesh: Mesh) -> int:
+    """The micro-batches into which a plan splits a rank's batch."""
+    config: PP = plan.strategy
+    return config.microbatches or mesh.pipeline * _per_rank(config)
+
+
+def bubble_share(plan: Plan, mesh: Mesh) -> float:
+    """Time that a rank waits for other stages, as a share of its forward and backward.
+
+    Sources: Narayanan et al., arXiv:2104.04473, section 2.2, for (p - 1) / m and interleaved
+    schedules; Qi et al., arXiv:2401.10241, for zero-bubble schedules, where backward of weights
+    fills two thirds; the README of DeepSeek's DualPipe for dualpipe_v.
+    """
+    config: PP = plan.strategy
+    rounds = microbatch_count(plan, mesh) * _per_rank(config)
+    return SCHEDULES[config.schedule].bubble * (mesh.pipeline - 1) / rounds
 
 
 def parts_for(plan: Plan, partition: Partition, sizes: Sequence[int]) -> int:

@@ -20,6 +20,7 @@ from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.module_changes import unused_axes
 from fxtrain.backends.fsdp.strategy import (
     loss_on_parts,
+    overlapped,
     raises_parameters,
     sharding_problems,
     shards,
@@ -28,7 +29,13 @@ from fxtrain.backends.fsdp.strategy import (
 )
 from fxtrain.backends.pipeline.batch_parts import join_rows, parts_of_batch, split_parts
 from fxtrain.backends.pipeline.generation import generate
-from fxtrain.backends.pipeline.partition import SCHEDULES, parts_for, pipeline_problems
+from fxtrain.backends.pipeline.partition import (
+    SCHEDULES,
+    bubble_share,
+    microbatch_count,
+    parts_for,
+    pipeline_problems,
+)
 from fxtrain.backends.pipeline.stage import ReceivedFakes
 from fxtrain.backends.pipeline.weights import (
     clip_norm,
@@ -41,12 +48,13 @@ from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import region
 from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.devices import as_scalar
-from fxtrain.ops.placeholders import has_no_row, uncounted
+from fxtrain.ops.placeholders import uncounted
 from fxtrain.state import (
     PP,
     Batch,
     DistContext,
     Mesh,
+    MicroBatch,
     Plan,
     Strategy,
     WeightedLoss,
@@ -159,12 +167,7 @@ class _ModelCalled(BaseException):
         self.call = (args, kwargs)
 
 
-def run(
-    model: Wrapped,
-    batch: Batch,
-    compute_loss: ComputeLoss,
-    reduce: bool,  # noqa: FBT001
-) -> WeightedLoss:
+def run(model: Wrapped, micro_batch: MicroBatch, compute_loss: ComputeLoss) -> WeightedLoss:
     """Forward, loss and backward of a batch in micro-batches, by the plan's schedule.
 
     The user's loss function runs twice on the last stage; `fxtrain.backends.pipeline` says why.
@@ -173,12 +176,11 @@ def run(
         PlanError: micro-batches do not divide the batch, or the model cannot be split.
         StepError: the loss function does not call the model.
     """
-    engine = model.engine
-    micro_batches = _micro_batches_of(model, batch)
-    seeds = [_seed(model, micro_batch) for micro_batch in micro_batches]
+    engine, batch = model.engine, micro_batch.batch
+    parts = _parts_of(model, batch)
+    seeds = [_seed(model, part) for part in parts]
     calls = [
-        _capture_arguments(model, compute_loss, *pair)
-        for pair in zip(micro_batches, seeds, strict=True)
+        _capture_arguments(model, compute_loss, *pair) for pair in zip(parts, seeds, strict=True)
     ]
     from fxtrain.backends.pipeline.schedules import prepare_schedule
 
@@ -188,7 +190,7 @@ def run(
     shares: list[WeightedLoss] = []
 
     def finish(out: Any, index: int) -> Tensor:
-        share = _computed_loss(model, compute_loss, micro_batches[index], seeds[index], out)
+        share = _computed_loss(model, compute_loss, parts[index], seeds[index], out)
         shares.append(attrs.evolve(share, loss=share.mean))
         loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
         # torch's schedules detach it in place, which a view refuses.
@@ -196,22 +198,21 @@ def run(
 
     def fake() -> WeightedLoss:
         out = fake_output(model, ready, calls[0])
-        return _computed_loss(model, compute_loss, micro_batches[0], seeds[0], out)
+        return _computed_loss(model, compute_loss, parts[0], seeds[0], out)
 
-    empty = has_no_row(model, batch)
-    with model.strategy.sync(model, reduce):
+    with model.strategy.sync(model, micro_batch):
         # Sharded stages have parameters of their own.
-        parts = (model.module, *engine.stages.values())
-        block = uncounted(parts, model.ctx) if empty else nullcontext(_nothing)
+        modules = (model.module, *engine.stages.values())
+        block = nullcontext(_nothing) if micro_batch.has_rows else uncounted(modules)
         with block as after_stage:
             _run_all(model, ready, calls, finish, after_stage)
         shared = broadcast_loss(model, ready, shares, batch, fake)
-        if model.window.closes:  # sums over stages are computed once per window
+        if micro_batch.closes:  # sums over stages are computed once per window
             reduce_grads(model)
     return shared
 
 
-def _micro_batches_of(model: Wrapped, batch: Batch) -> list[Batch]:
+def _parts_of(model: Wrapped, batch: Batch) -> list[Batch]:
     """The micro-batches of a batch."""
     partition = model.engine.partition
     parts = parts_for(model.plan, partition, batch.sizes)
@@ -526,6 +527,16 @@ def _shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
     return (1, 1) if plan.strategy.stages is None else shards(_of_config(plan), mesh)
 
 
+def _in_host_memory(plan: Plan) -> bool:
+    return plan.strategy.stages is not None and plan.strategy.stages.offload
+
+
+def _overlapped(plan: Plan) -> tuple[str, ...]:
+    """Stages that are replicas reduce their gradients once, after the schedule."""
+    sharded = plan.strategy.stages is not None and plan.strategy.stages.mode != "none"
+    return overlapped(_of_config(plan)) if sharded else ()
+
+
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
@@ -533,6 +544,10 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     raises_parameters=_raises_parameters,
     outputs_everywhere=lambda plan: plan.strategy.outputs == "all",
     shards=_shards,
+    in_host_memory=_in_host_memory,
+    overlapped=_overlapped,
+    parts=microbatch_count,
+    bubble=bubble_share,
     one_rank=False,
     waits_in_forward=True,
     grads_in_module=False,

@@ -30,6 +30,7 @@ from fxtrain.ops.block_names import block_names
 from fxtrain.state import (
     XLA,
     DistContext,
+    MicroBatch,
     Plan,
     StateReader,
     Strategy,
@@ -140,15 +141,15 @@ def _wrap(
 
 
 @contextmanager
-def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
+def _sync(model: Wrapped, micro_batch: MicroBatch) -> Iterator[None]:
     """Average gradients over replicas; a micro-batch without an update ends its graph here."""
     model.strategy_state.begin()
     yield
     data = model.ctx.axis("data")
-    if enabled and data.world_size > 1:
+    if micro_batch.reduces and data.world_size > 1:
         grads = [p.grad for p in model.module.parameters() if p.grad is not None]
         xla_runtime.mean(grads, data.world_size)
-    if not enabled or (model.plan.sync_each and not model.window.closes):
+    if not micro_batch.reduces or (model.plan.sync_each and not micro_batch.closes):
         _end(model)
 
 

@@ -141,8 +141,8 @@ class CallState:
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
         in_main_first: Whether this rank is inside a block of `ops.main_first`.
-        differed: The value of `count` when calls of the ranks last differed, which is an error on
-            every rank of this communicator; 0 if they never did.
+        raised: The value of `count` when a call was last an error on every rank of this
+            communicator, such as for different arguments; 0 if none ever was.
         updates: The updates at the last call.
         device_group: torch's process group for tensors of the device; None before there are any.
     """
@@ -159,7 +159,7 @@ class CallState:
     packets: Tensor = attrs.field(default=EMPTY, repr=False)
     in_flight: Exchange | None = None
     in_main_first: bool = False
-    differed: int = 0
+    raised: int = 0
     updates: int = 0
     device_group: Any = None
 
@@ -509,7 +509,7 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSum
         text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
         cut = text.encode()[: capacity(ctx.world_size) - 1].decode(errors="ignore")
         texts = exchange_texts(ctx, _DESCRIBE, cut)
-        state.differed = state.count
+        state.raised = state.count
         raise mismatch_error(ctx, texts)
     return summary
 

@@ -30,7 +30,10 @@ _SAMPLED = 4  # steps on a GPU, of which one is timed
 
 @attrs.define(eq=False)
 class Pace:
-    """The pace of this rank, as the slot of a communicator and of its axes. It is mutable.
+    """The pace of this rank. It is mutable.
+
+    The communicators of a context and of its axes are opened with the same one, so that collectives
+    on each of them count as waiting. A context of one rank has none, and a dry run neither.
 
     Attributes:
         steps: Seconds of the last steps in which this rank computed.
@@ -141,11 +144,3 @@ class Pace:
             1000 * median,
             _TIMES * KEPT,
         )
-
-
-def share_pace(ctx: DistContext) -> None:
-    """Let the collectives of a context and of its axes count as waiting, and carry its pace."""
-    if ctx.world_size > 1 and not ctx.comm.simulated:
-        pace = ctx.comm.slot(Pace)
-        for axis in ctx._axes.values():
-            axis.comm.state.slots[Pace] = pace

@@ -30,7 +30,7 @@ class Device:
         type: gpu: launches and links work beside the device; cpu: the cores that compute also
             launch operators and serve links.
         memory: Bytes.
-        flops: Peak FLOP/s by dtype: fp32, bf16, fp16, fp8. Another dtype takes the lowest.
+        flops: Peak FLOP/s by dtype: fp32, tf32, bf16, fp16, fp8. Another dtype takes the lowest.
         efficiency: Share of the peak that large matrix products reach.
         attention_efficiency: Share of the peak that fused attention reaches.
         convolution_efficiency: Share of the peak that convolutions reach.
@@ -75,21 +75,28 @@ class Device:
 
 
 def _published(
-    name: str, source: str, gb: int, flops: dict[str, float], memory_tb: float, **links: float
+    name: str,
+    source: str,
+    gb: int,
+    memory_tb: float,
+    rates: tuple[float | None, ...],
+    **links: float,
 ) -> Device:
-    """A device of the table; fields that no vendor publishes are assumptions.
+    """A device of the table; `rates` are TFLOP/s of dense products, in the order of `_DTYPES`.
 
-    Source of the efficiency of attention: FlashAttention-2 reaches 35 % of the peak of an H100
-    (arXiv:2407.08608) and 50 to 73 % of that of an A100 (arXiv:2307.08691).
+    Fields that no vendor publishes are assumptions. Source of the efficiency of attention:
+    FlashAttention-2 reaches 35 % of the peak of an H100 (arXiv:2407.08608) and 50 to 73 % of that
+    of an A100 (arXiv:2307.08691).
     """
     shares = {"efficiency": 0.7, "attention_efficiency": 0.35, "convolution_efficiency": 0.5}
     links = {"node_bandwidth": 50e9, "host_bandwidth": 50e9, **shares, **links}
     assumed = "Efficiencies, latencies and the time of a launch are assumptions of fxtrain."
+    peaks = zip(_DTYPES, rates, strict=True)
     return Device(
         name=name,
         source=f"{source}. {assumed}",
         memory=gb * 10**9,
-        flops={dtype: rate * 1e12 for dtype, rate in flops.items()},
+        flops={dtype: rate * 1e12 for dtype, rate in peaks if rate is not None},
         memory_bandwidth=memory_tb * 1e12,
         launch_s=5e-6,
         link_latency_s=2e-6,
@@ -99,55 +106,76 @@ def _published(
     )
 
 
+_DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+_PCIE_4 = {"link_bandwidth": 32e9, "node_bandwidth": 25e9, "host_bandwidth": 25e9}
+_ASSUMED_200 = "200 Gb/s per GPU between nodes is an assumption"
 _TABLE = (
     _published(
         "A100",
         "NVIDIA A100 Tensor Core GPU data sheet (80GB SXM: dense rates, NVLink 600 GB/s in both "
         "directions); NVIDIA DGX A100 data sheet (200 Gb/s per GPU between nodes)",
-        80, {"fp32": 19.5, "bf16": 312, "fp16": 312}, 2.039,
-        link_bandwidth=300e9, node_bandwidth=25e9, host_bandwidth=25e9, efficiency=0.8,
-        attention_efficiency=0.6,
+        80, 2.039, (19.5, 156, 312, 312, None), link_bandwidth=300e9, node_bandwidth=25e9,
+        host_bandwidth=25e9, efficiency=0.8, attention_efficiency=0.6,
     ),
     _published(
         "H100",
         "NVIDIA H100 Tensor Core GPU data sheet (SXM: dense rates, half of those with sparsity; "
         "NVLink 900 GB/s in both directions); NVIDIA DGX H100 data sheet (400 Gb/s per GPU)",
-        80, {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}, 3.35,
-        link_bandwidth=450e9,
+        80, 3.35, (66.9, 494.7, 989.4, 989.4, 1978.9), link_bandwidth=450e9,
+    ),
+    _published(
+        "H100 PCIe",
+        "NVIDIA H100 Tensor Core GPU architecture whitepaper (PCIe: dense rates; PCIe 5.0 x16, "
+        f"128 GB/s in both directions, without a bridge); {_ASSUMED_200}",
+        80, 2.0, (51.2, 378, 756, 756, 1513), link_bandwidth=64e9, node_bandwidth=25e9,
     ),
     _published(
         "H200",
         "NVIDIA H200 Tensor Core GPU data sheet (SXM: dense rates; NVLink 900 GB/s in both "
         "directions); NVIDIA DGX H200 data sheet (400 Gb/s per GPU)",
-        141, {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}, 4.8,
-        link_bandwidth=450e9,
+        141, 4.8, (66.9, 494.7, 989.4, 989.4, 1978.9), link_bandwidth=450e9,
     ),
     _published(
         "B200",
-        "NVIDIA DGX B200 data sheet, an eighth of the system (dense rates; NVLink 1.8 TB/s in "
-        "both directions; 400 Gb/s per GPU)",
-        180, {"fp32": 75, "bf16": 2250, "fp16": 2250, "fp8": 4500}, 8.0,
-        link_bandwidth=900e9,
+        "NVIDIA DGX B200 and HGX B200 data sheets, an eighth of a system (dense rates; "
+        "NVLink 1.8 TB/s in both directions; 400 Gb/s per GPU)",
+        180, 8.0, (75, 1100, 2250, 2250, 4500), link_bandwidth=900e9,
     ),
     _published(
         "MI300X",
         "AMD Instinct MI300X data sheet (dense rates; seven Infinity Fabric links of 128 GB/s in "
         "both directions); 400 Gb/s per GPU between nodes is an assumption",
-        192, {"fp32": 163.4, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}, 5.3,
-        link_bandwidth=448e9, efficiency=0.5,
+        192, 5.3, (163.4, 653.7, 1307.4, 1307.4, 2614.9), link_bandwidth=448e9, efficiency=0.5,
     ),
     _published(
         "L40S",
         "NVIDIA L40S data sheet (dense rates; PCIe 4.0 x16, 64 GB/s in both directions); "
-        "200 Gb/s per GPU between nodes is an assumption",
-        48, {"fp32": 91.6, "bf16": 362, "fp16": 362, "fp8": 733}, 0.864,
-        link_bandwidth=32e9, node_bandwidth=25e9, host_bandwidth=25e9,
+        f"{_ASSUMED_200}",
+        48, 0.864, (91.6, 183, 362, 362, 733), **_PCIE_4,
+    ),
+    _published(
+        "A10",
+        f"NVIDIA A10 data sheet (dense rates; PCIe 4.0 x16, 64 GB/s in both directions); "
+        f"{_ASSUMED_200}",
+        24, 0.6, (31.2, 62.5, 125, 125, None), **_PCIE_4,
+    ),
+    _published(
+        "L4",
+        "NVIDIA Ada GPU architecture whitepaper and L4 data sheet (dense rates; PCIe 4.0 x16, "
+        f"64 GB/s in both directions); {_ASSUMED_200}",
+        24, 0.3, (30.3, 60, 121, 121, 242.5), **_PCIE_4,
+    ),
+    _published(
+        "T4",
+        f"NVIDIA T4 data sheet (PCIe 3.0 x16, 32 GB/s in both directions); {_ASSUMED_200}",
+        16, 0.32, (8.1, None, None, 65, None),
+        link_bandwidth=16e9, node_bandwidth=16e9, host_bandwidth=12e9,
     ),
     _published(
         "RTX 4090",
         "NVIDIA Ada GPU architecture whitepaper (dense rates with fp32 accumulation; PCIe 4.0 x16, "
         "64 GB/s in both directions, no peer access); 100 Gb/s between nodes is an assumption",
-        24, {"fp32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3}, 1.008,
+        24, 1.008, (82.6, 82.6, 165.2, 165.2, 330.3),
         link_bandwidth=16e9, node_bandwidth=12.5e9, host_bandwidth=25e9,
     ),
 )  # fmt: skip
@@ -168,9 +196,9 @@ def read_device(device: str | Path | Device) -> Device:
         >>> import fxtrain as fx
         >>> fx.state.read_device("a100").name
         'A100'
-        >>> fx.state.read_device("A10")
+        >>> fx.state.read_device("A11")
         Traceback (most recent call last):
-        fxtrain.errors.PlanError: 'A10' is no known device; known are A100, H100, ...
+        fxtrain.errors.PlanError: 'A11' is no known device; known are A100, H100, ...
     """
     if isinstance(device, Device):
         return device

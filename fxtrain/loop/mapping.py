@@ -83,9 +83,8 @@ def map(
         the context's `timeout_s`.
 
     Raises:
-        DataError: `fn` failed on this rank, or returned another number of results; it names the
-            items.
-        CollectiveError: the same on another rank, or the ranks pass different arguments.
+        DataError: `fn` failed or returned another number of results; on every rank, with the items.
+        CollectiveError: the ranks pass different arguments.
 
     Example:
         >>> import fxtrain as fx
