@@ -84,7 +84,7 @@ def test_where_nothing_fits_the_smallest_change_is_named():
     choice = searched(asked, device=_with(memory=20_000_000))
     assert choice.table == () and choice.tried == 1
     assert "needs 24.0 MB of each rank, and 18.0 MB can be used" in choice.advice
-    assert "Use a device with 26.7 MB (A100)" in choice.advice
+    assert "Use a device with 26.7 MB (T4)" in choice.advice
 
 
 def test_other_devices_are_compared():
@@ -182,6 +182,17 @@ def test_answers_are_kept_until_a_file_changes(tmp_path):
     assert answer() == first and len(calls) == 1
     script.write_text("two")
     assert answer() == first and len(calls) == 2
+
+
+def test_answers_are_kept_by_the_rows_of_an_update(tmp_path):
+    def update(rows):
+        program, attempt = _Counted(()), (fx.Plan(), 2)
+        answer = dry_runs(program, attempt, 1, question(rows=rows), str(tmp_path))
+        return answer["about"]["update"]
+
+    _Counted.calls = []
+    assert [update(rows) for rows in (64, 32, None, 64)] == [64, 32, 16, 64]
+    assert len(_Counted.calls) == 3
 
 
 class _Counted:

@@ -102,7 +102,7 @@ def test_exit_code_1_where_nothing_fits(folder, capsys):
     (folder / "fxtrain.toml").write_text('[plan]\nstrategy = "ddp"\n')
     assert _choose("--save", "best.toml", "train.py") == Exit.FOUND
     words = " ".join(capsys.readouterr().out.split())
-    assert "No plan fits. Parameters, gradients and optimizer states need at least" in words
+    assert "no plan fits. Parameters, gradients and optimizer states need at least" in words
     assert not (folder / "best.toml").exists()
 
 
