@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.launchers import LaunchSpec, prepare, run
-from fxtrain.state.devices import read_device
+from fxtrain.state import read_device
 
 PART = fx.data.BlendPart(name="web", source=fx.data.NanoGPTTokens(path="a.bin"))
 ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}
