@@ -1,5 +1,6 @@
 """Laws of the schedules of messages: all ranks hear of all others in ⌈log2 N⌉ rounds."""
 
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -8,6 +9,7 @@ from fxtrain.ops.transport.rounds import (
     combine_rounds,
     count_rounds,
     gather_rounds,
+    reduce_rounds,
     spread_rounds,
 )
 
@@ -117,3 +119,68 @@ def test_combined_rows_combine_all_ranks(ranks):
             assert each.received == (total + 1 + number, total + 2 + number)
             held[rank][number + 1] = before[rank] | before[each.source]
     assert all(rows[total] == {*range(ranks)} for rows in held)
+
+
+def _reduced(ranks, first, combine):
+    """What each rank has after the rounds of a reduction, played as messages of one row."""
+    schedules = [reduce_rounds(rank, ranks) for rank in range(ranks)]
+    total = len(schedules[0])
+    held = [{0: first(rank)} for rank in range(ranks)]
+    for number in range(total):
+        now = [rounds[number] for rounds in schedules]
+        sent = {}
+        for rank, each in enumerate(now):
+            assert each.sent == (number, number + 1)
+            if each.to is not None:
+                sent[rank, each.to] = held[rank][number]
+        for rank, each in enumerate(now):
+            row, _ = each.received
+            own = held[rank][number]
+            if each.source is None:
+                held[rank][number + 1] = own
+                continue
+            other = sent.pop((each.source, rank))
+            assert row not in held[rank]
+            if row == total:  # the result, in the last round
+                assert number == total - 1
+                held[rank][total] = other
+                continue
+            assert row == total + 1 + number
+            held[rank][row] = other
+            pair = (own, other) if rank < each.source else (other, own)
+            held[rank][number + 1] = combine(*pair)
+        assert not sent  # every message is received
+    return [rows[total] for rows in held]
+
+
+def test_a_reduction_takes_at_most_one_round_more_for_every_number_of_ranks():
+    for ranks in range(1, MANY + 1):
+        exact = ranks & (ranks - 1) == 0
+        assert len(reduce_rounds(0, ranks)) == count_rounds(ranks) + (not exact)
+
+
+@given(ranks=st.integers(1, 300))
+@example(ranks=1)
+@example(ranks=2)
+@example(ranks=3)
+@example(ranks=256)
+@example(ranks=300)
+def test_a_reduction_combines_each_rank_once_in_one_order_on_all_of_them(ranks):
+    # What is combined, with where the parts were put together.
+    trees = _reduced(ranks, lambda rank: (rank,), lambda low, high: (low, high))
+    assert len(set(trees)) == 1
+    assert _leaves(trees[0]) == [*range(ranks)]
+
+
+def _leaves(tree):
+    if len(tree) == 1:
+        return [*tree]
+    return [leaf for part in tree for leaf in _leaves(part)]
+
+
+def test_sums_are_exact_for_integers_and_equal_on_all_ranks_for_any_numbers():
+    generator = torch.Generator().manual_seed(0)
+    for ranks in range(1, 301):
+        assert _reduced(ranks, lambda rank: rank, int.__add__) == [ranks * (ranks - 1) // 2] * ranks
+        values = torch.randn(ranks, generator=generator).tolist()
+        assert len(set(_reduced(ranks, values.__getitem__, float.__add__))) == 1

@@ -18,9 +18,11 @@ from fxtrain.ops.transport.exchange import (
     EMPTY,
     Call,
     capacity,
+    combine_payloads,
     compare_calls,
     exchange_payloads,
     exchange_rows,
+    has_few_ranks,
     rank_loss_guard,
     send_payload,
 )
@@ -44,6 +46,7 @@ from fxtrain.state.context import check_connected
 
 T = TypeVar("T")
 _MAX_PAYLOAD_BYTES = 1 << 20  # of the tensors of a gather that are sent as one payload
+_MAX_COMBINED_BYTES = 8 << 10  # of the tensors of a reduction that many ranks combine in rounds
 PIECE_BYTES = 256 << 20
 # torch 2.13 renamed these functions, and warns about the older names. NCCL receives a list of
 # tensors in a buffer of its own, and copies them from there, so the first takes one tensor.
@@ -155,7 +158,8 @@ def reduce(
 
     Effects:
         One exchange of packets, which contains a small tree; one all-reduce per dtype for a
-        larger one.
+        larger one. More than 8 ranks combine a small tree in rounds of messages: pairs of ranks,
+        then pairs of pairs, in an order that depends on the number of ranks only.
 
     Raises:
         CollectiveError: the ranks disagree, `op` does not support a dtype, or a rank never
@@ -177,13 +181,18 @@ def reduce(
     extra = " ".join(part for part in (op, text) if part)
     tensors = list(packed.tensors.values())
     call = ("reduce", call_signature(packed, extra))
-    if _fits_in_packet(ctx, tensors):
+    if problem := _irreducible(tensors, op, others):
+        if ctx.world_size > 1:
+            compare_calls(ctx, call)  # where arguments differ, the error says so
+        raise CollectiveError(problem)
+    small = _on_cpu(tensors) and byte_size(tensors) <= _MAX_COMBINED_BYTES
+    if has_few_ranks(ctx) and _fits_in_packet(ctx, tensors):
         stacked, _ = _gather_leaves(ctx, call, packed, None)
-        _check_reducible(tensors, op, others)
         done = [_fold(rows, op) for rows in stacked]
+    elif small and not has_few_ranks(ctx):
+        done = _combined(ctx, call, tensors, op)
     else:
         compare_calls(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
-        _check_reducible(tensors, op, others)
 
         def combine(piece: list[Tensor], group: Any) -> Tensor:
             return _reduced(piece, op, ctx.world_size, group)
@@ -410,29 +419,45 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
-    """Refuse an unknown `op`, one that has no order, and numbers that would be kept unchanged.
+def _irreducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> str:
+    """Why these cannot be combined: an unknown `op`, or one without an order, or other numbers.
 
-    Called once the ranks have compared their leaves.
+    Those would be kept unchanged.
     """
     if op not in _OPS:
-        raise CollectiveError(f"reduce(op={op!r}): no such op. Use one of {', '.join(_OPS)}.")
+        return f"reduce(op={op!r}): no such op. Use one of {', '.join(_OPS)}."
     if op in ("max", "min") and any(tensor.is_complex() for tensor in tensors):
-        raise CollectiveError(
+        return (
             f"reduce(op={op!r}): complex numbers have no order. Use 'mean', 'sum' or 'product', "
             f"or reduce their absolute values."
         )
     problems = [problem for leaf in others if (problem := combinable(leaf))]
     if problems:
-        raise CollectiveError(
+        return (
             f"reduce: {problems[0]} cannot be combined. Pass tensors, NumPy numbers of up to 64 "
             f"bits (complex up to 128), or int, float and complex."
         )
+    return ""
 
 
 def _fold(rows: Tensor, op: str) -> Tensor:
     """Combine (ranks, ...) in rank order, so that the result is bitwise equal on every rank."""
     return _narrow(_OPS[op][1](_widen(rows, op), 0), rows.dtype, op, len(rows))
+
+
+def _combined(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> list[Tensor]:
+    """Combine small tensors of many ranks, two ranks at a time."""
+    wide = [_widen(tensor, op) for tensor in tensors]
+
+    def combine(low: Tensor, high: Tensor) -> Tensor:
+        pairs = unpack_ranks(torch.stack([low, high]), wide)
+        return to_bytes([_OPS[op][1](pair, 0).to(pair.dtype) for pair in pairs])
+
+    both = from_bytes(combine_payloads(ctx, call, to_bytes(wide), combine), wide)
+    return [
+        _narrow(values, tensor.dtype, op, ctx.world_size)
+        for values, tensor in zip(both, tensors, strict=True)
+    ]
 
 
 def _reduced(piece: list[Tensor], op: str, ranks: int, group: Any) -> Tensor:

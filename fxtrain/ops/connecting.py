@@ -372,8 +372,11 @@ def _open_axis(
     state: CommState,
 ) -> Comm:
     group: Any = dist.new_subgroups_by_enumeration(parts, timeout=wait)[0]
-    control = group if comm.simulated else _open_control(parts, group_ranks, wait, owned=owned)
-    comm.state.opened_groups += [group] if comm.simulated else [group, control]
+    comm.state.opened_groups.append(group)
+    control = group
+    if not comm.simulated and "cpu:gloo" not in dist.get_backend_config(group).split(","):
+        control = _open_control(parts, group_ranks, wait, owned=owned)
+        comm.state.opened_groups.append(control)
     if device.type == "xla":
         _extensions.xla_runtime.register_subgroups(group, device, parts)
     return attrs.evolve(
@@ -390,7 +393,7 @@ def _open_axis(
 def _open_control(
     parts: list[list[int]], group_ranks: list[int], wait: timedelta, *, owned: bool
 ) -> Any:
-    """The gloo group of this rank's part of an axis.
+    """The gloo group of this rank's part of an axis, whose own group has none for the CPU.
 
     Where the default group has a device, torch splits its NCCL communicator on ranks that open a
     group without being in it, even one of gloo. So only members open it, if `detect` opened the

@@ -21,7 +21,7 @@ from fxtrain import _tree
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
-from fxtrain.ops.transport.exchange import exchange_payloads
+from fxtrain.ops.transport.exchange import exchange_payloads, has_few_ranks
 from fxtrain.state import Batch, DistContext, Weighted, WeightedLoss, Wrapped
 
 _NUMBER = struct.Struct("<d")
@@ -140,8 +140,9 @@ def _weigh_explicit(
 
 
 def _is_on_host(losses: DistContext) -> bool:
-    """Whether several ranks compute on CPUs, and have values, unlike those of a dry run."""
-    return losses.device.type == "cpu" and losses.world_size > 1 and not losses.comm.simulated
+    """Whether a few ranks compute on CPUs, and have values, unlike those of a dry run."""
+    on_cpu = losses.device.type == "cpu" and losses.world_size > 1
+    return on_cpu and has_few_ranks(losses) and not losses.comm.simulated
 
 
 def _weigh_on_host(loss: Weighted, aux: Any, losses: DistContext, *, present: bool) -> WeightedLoss:

@@ -85,8 +85,9 @@ class Comm:
     Attributes:
         group: torch's process group for tensors on the context's device; None at one rank. The one
             field that changes: a block of `separate_groups` has other groups.
-        control: A gloo group of the same ranks for checks, objects and CPU tensors, separate
-            from the group for gradients.
+        control: A gloo group of the same ranks for checks, objects and CPU tensors. That of all
+            ranks is separate from the group for gradients; that of an axis is `group`, if it has
+            gloo for the CPU, where messages between two ranks do not mix with collectives.
         store: Where ranks record their view of a failed call.
         name: Key of this communicator in the store, equal on its ranks.
         ranks: Global rank of every member, in order.

@@ -244,7 +244,7 @@ def _whole(tensor):
 def _state(model):
     found = {name: _whole(value) for name, value in model.module.state_dict().items()}
     state = model.strategy.state(model)
-    kept = {name: _whole(t) for name, t in state.tensors.items() if name.startswith("round.")}
+    kept = {key: _whole(t) for key, t in state.tensors.items() if key.kind == "round"}
     return found, kept
 
 

@@ -30,20 +30,27 @@ def _count(ctx, fn_name, size):
 
 
 SMALL = ("gather", "reduce", "broadcast", "any_rank", "barrier")
-PACKET = {"all_gather": 1}
+PACKET = {"send": 1, "recv": 1}  # of two ranks
+
+
+def _packets(ranks):
+    """The messages of a rank, by which all ranks get the packets of each other."""
+    rounds = (ranks - 1).bit_length()
+    return {"send": rounds, "recv": rounds}
 
 
 @pytest.mark.slow
 def test_small_trees_of_any_dtypes_take_one_packet(clusters):
     for name in SMALL:
-        assert clusters[2].run(_count, name, 8) == [PACKET] * 2
-        assert clusters[4].run(_count, name, 8) == [PACKET] * 4
+        assert clusters[2].run(_count, name, 8) == [_packets(2)] * 2
+        assert clusters[4].run(_count, name, 8) == [_packets(4)] * 4
 
 
-def test_packets_of_few_ranks_take_one_collective():
-    with fake_world(8), fx.detect(env={}, device="cpu") as ctx:
-        for name in SMALL:
-            assert _count(ctx, name, 8) == PACKET
+def test_packets_of_few_ranks_take_the_logarithm_of_their_number():
+    for ranks in (2, 3, 8):
+        with fake_world(ranks), fx.detect(env={}, device="cpu") as ctx:
+            for name in SMALL:
+                assert _count(ctx, name, 8) == _packets(ranks)
 
 
 def test_many_ranks_send_as_many_messages_as_the_logarithm_of_their_number():
@@ -52,14 +59,14 @@ def test_many_ranks_send_as_many_messages_as_the_logarithm_of_their_number():
         sends = {"send": rounds, "recv": rounds}
         with fake_world(ranks), fx.detect(env={}, device="cpu") as ctx:
             assert _count(ctx, "any_rank", 8) == _count(ctx, "barrier", 8) == sends
+            assert _count(ctx, "reduce", 8) == {"send": 2 * rounds, "recv": 2 * rounds}
             if ranks < 1000:  # of more, only a smaller tree is sent so
-                for name in ("gather", "reduce"):
-                    assert _count(ctx, name, 8) == {"send": 2 * rounds, "recv": 2 * rounds}
+                assert _count(ctx, "gather", 8) == {"send": 2 * rounds, "recv": 2 * rounds}
                 assert _count(ctx, "broadcast", 8) == {"send": 2 * rounds, "recv": rounds}
 
 
 def test_large_trees_take_the_check_and_one_collective_per_dtype_at_most(pair):
-    assert pair.run(_count, "gather", 90_000) == [{"all_gather": 5}] * 2
+    assert pair.run(_count, "gather", 90_000) == [PACKET | {"all_gather": 4}] * 2
     assert pair.run(_count, "broadcast", 9000) == [PACKET | {"broadcast": 4}] * 2
     assert pair.run(_count, "reduce", 9000) == [PACKET | {"all_reduce": 4}] * 2
 
@@ -67,9 +74,10 @@ def test_large_trees_take_the_check_and_one_collective_per_dtype_at_most(pair):
 @pytest.mark.slow
 def test_a_gather_that_does_not_fit_in_a_packet_takes_one_collective_more(clusters):
     for ranks in (2, 4):
-        assert clusters[ranks].run(_count, "gather", 9000) == [{"all_gather": 2}] * ranks
+        counts = _packets(ranks) | {"all_gather": 1}
+        assert clusters[ranks].run(_count, "gather", 9000) == [counts] * ranks
     with fake_world(8), fx.detect(env={}, device="cpu") as ctx:
-        assert _count(ctx, "gather", 9000) == {"all_gather": 2}
+        assert _count(ctx, "gather", 9000) == _packets(8) | {"all_gather": 1}
 
 
 def test_one_rank_talks_to_nobody(clusters):
@@ -106,9 +114,9 @@ def test_a_step_makes_the_collectives_of_ddp_and_hides_none(pair):
     for counts in pair.run(_step_counts, False, 2):
         assert counts == [{}, first, {}, grads]
     for counts in pair.run(_step_counts, True, 1):
-        assert counts == [grads | {"all_gather": 2}, *[weight | grads] * 3]
+        assert counts == [grads | {"send": 2, "recv": 2}, *[weight | grads] * 3]
     for counts in pair.run(_step_counts, True, 2):
-        assert counts == [weight, grads | {"all_gather": 2}, weight, weight | grads]
+        assert counts == [weight, grads | {"send": 2, "recv": 2}, weight, weight | grads]
 
 
 class _Operators(TorchDispatchMode):

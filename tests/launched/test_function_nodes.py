@@ -9,6 +9,7 @@ import pytest
 import fxtrain as fx
 from fxtrain.errors import LaunchError
 from fxtrain.testing import free_port
+from tests._errors import raises_code
 from tests.launched._run import PYTHON, finish, start_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -81,5 +82,5 @@ def test_wrong_nodes(kwargs, text):
 def test_a_session_that_has_used_a_tpu_is_told_so(monkeypatch):
     used = types.SimpleNamespace(_XLAC=types.SimpleNamespace(_xla_runtime_is_initialized=lambda: 1))
     monkeypatch.setitem(sys.modules, "torch_xla", used)
-    with pytest.raises(LaunchError, match="XLA is initialized in this process"):
+    with raises_code("FX700", "XLA"):
         fx.launch(divmod, (7, 2), ranks=1)

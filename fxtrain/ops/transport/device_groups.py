@@ -1,29 +1,18 @@
 """Collectives of tensors of a device, for which the host does not wait.
 
-Their comparison is deferred to the next call. A rank that reads a result before that waits for its
-device, which waits for ranks that may have made another call. So a thread looks at comparisons that
-have not completed, and aborts the communicator if the ranks differ. The device then continues, and
-the next call of this rank raises the error.
+Their comparison is deferred to the next call, and made in a thread meanwhile.
 """
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import distributed as dist
 
-from fxtrain.ops.transport.exchange import (
-    CallState,
-    is_deferred,
-    settle,
-    summary_of,
-)
-from fxtrain.ops.transport.messages import Comparison, Messages
+from fxtrain.ops.transport.exchange import CallState, settle
 from fxtrain.state import DistContext
 
 T = TypeVar("T")
-_LOOK_S = 0.25
 _MORE_S = 5.0  # at the timeout NCCL ends the process, and the comparison reports more
 
 
@@ -79,42 +68,4 @@ def _device_group(ctx: DistContext) -> Any:
             group_desc="fxtrain device",
         )
         comm.state.opened_groups.append(state.device_group)
-        if not comm.state.last_checks and can_defer(ctx):
-            _watch(ctx, state)
     return state.device_group
-
-
-def _watch(ctx: DistContext, state: CallState) -> None:
-    """Abort the device's communicator if a deferred comparison shows that the ranks differ."""
-    closed = threading.Event()
-
-    def look() -> None:
-        aborted = None
-        while not closed.wait(_LOOK_S):
-            exchange, group = state.in_flight, state.device_group
-            if exchange is None or group is None or not is_deferred(exchange):
-                continue
-            work = exchange.work
-            if isinstance(work, Comparison | Messages):  # the caller waits for it
-                continue
-            if exchange is aborted or not work.is_completed():
-                continue
-            try:
-                work.wait(timedelta(seconds=_LOOK_S))
-                differ = summary_of(ctx, state, exchange).differ
-            except RuntimeError:  # a rank was lost: the next call says so
-                differ = True
-            # Packets are overwritten by the next exchange only.
-            if differ and state.in_flight is exchange:
-                group.abort()
-                aborted = exchange
-
-    thread = threading.Thread(target=look, name="fxtrain-deferred", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        closed.set()
-        thread.join()
-
-    ctx.comm.state.last_checks.append(lambda: settle(ctx) and None)
-    ctx.comm.state.at_close.append(stop)

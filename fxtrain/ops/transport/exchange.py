@@ -5,10 +5,10 @@ call, ranks that make different calls can still read each other's packets: all o
 the communicator stays usable. (gloo aborts the process when sizes differ, so the check must come
 first.)
 
-Few ranks send a header with a digest of the call, then the payload if it fits, in one all-gather.
-A payload that does not fit follows in a second one, once the headers agree. Many ranks combine
-their headers in rounds of messages, as many as the logarithm of their number, and payloads follow
-in other rounds, if any rank has one.
+Packets are sent in rounds of messages, as many as the logarithm of the number of ranks. Few ranks
+send a header with a digest of the call, then the payload if it fits. A payload that does not fit
+follows in an all-gather, once the headers agree. Many ranks combine their headers, and payloads
+follow in other rounds, if any rank has one.
 """
 
 import collections
@@ -30,13 +30,13 @@ from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.messages import (
     SHOWN,
     WAITED,
+    BackgroundThread,
+    BackgroundWork,
     CallSummary,
     Comparison,
-    InThread,
     Messages,
     plain_bytes,
     remaining,
-    unrecorded,
 )
 from fxtrain.ops.transport.mismatches import (
     CallSite,
@@ -47,7 +47,15 @@ from fxtrain.ops.transport.mismatches import (
     mismatch_text,
 )
 from fxtrain.ops.transport.pace import Pace
-from fxtrain.ops.transport.rounds import collect_rounds, gather_rounds, spread_rounds
+from fxtrain.ops.transport.payloads import (
+    Combine,
+    combined,
+    from_rank_0,
+    ordered,
+    repeated,
+    send_payloads,
+)
+from fxtrain.ops.transport.rounds import gather_rounds
 from fxtrain.state import DistContext
 
 # Digest, payload length, pace of the rank, updates since the last call if the comparison of this
@@ -55,8 +63,7 @@ from fxtrain.state import DistContext
 _HEADER = struct.Struct("<16sQIi64s")
 HEADER = _HEADER.size
 _UNIT = 32  # a packet's length is a multiple of it
-_FEW = 8  # ranks that exchange packets in one all-gather, of which gloo's ring has few hops
-_SIZE_BYTES = 8  # of the length before a payload, where payloads are sent in rounds
+_FEW = 8  # ranks that send whole packets to each other
 _MAX_MICROS = 2**32 - 1
 _MAX_PACKET_BYTES = 8192
 _RECENT = 8
@@ -82,24 +89,25 @@ class Exchange:
         site: Where the call is made; None to find it when it is needed.
         src: The only rank that has a payload, which all get; None if each may have one.
         root: The only rank that gets the payloads; None if all do.
+        combine: How payloads are combined into one; None if they are not.
         comparison: That of many ranks.
         summary: What the ranks have learned of their calls; None before.
         rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
-            Those of many ranks begin with their length, and are ordered as `gather_rounds` says.
-        updates: Of models in this context since the last call, if the comparison is deferred.
+            Those of many ranks begin with their length, and are ordered as `gather_rounds` says;
+            or combined, as `reduce_rounds` says.
     """
 
     call: Call
     digest: bytes
     payload: Tensor
-    work: dist.Work | Comparison | InThread | Messages
+    work: dist.Work | BackgroundWork | Comparison | Messages
     site: CallSite | None = None
     src: int | None = None
     root: int | None = None
+    combine: Combine | None = None
     comparison: Comparison | None = None
     summary: CallSummary | None = None
     rows: Tensor | None = None
-    updates: int = WAITED
 
 
 @attrs.define(eq=False)
@@ -129,14 +137,14 @@ class CallState:
     Attributes:
         thread: Identifier of the thread that makes the calls; None until the first call of a
             communicator that was made for another thread.
-        few: Up to how many ranks exchange packets in one all-gather; equal on all of them.
+        few: Up to how many ranks send whole packets to each other; equal on all of them.
         count: Collectives started on this communicator.
         completed: The number of the last one that completed.
         recent: Of the last ones that were started: the number, the call, and when, in the ns of
             `time.time_ns`.
         verified: Digests of calls on which all ranks agreed.
-        received: The packets of the last exchange, by rank, which the next one overwrites: this
-            rank writes its own there. Empty before the first.
+        received: The packets of the last exchange, from that of this rank on, in which the next
+            one writes. Empty before the first.
         packets: The same as a tensor, uint8, (ranks, bytes).
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
@@ -145,6 +153,7 @@ class CallState:
             communicator, such as for different arguments; 0 if none ever was.
         updates: The updates at the last call.
         device_group: torch's process group for tensors of the device; None before there are any.
+        background: The thread of deferred comparisons; None before there are any.
     """
 
     thread: int | None = attrs.field(factory=threading.get_ident)
@@ -162,6 +171,7 @@ class CallState:
     raised: int = 0
     updates: int = 0
     device_group: Any = None
+    background: BackgroundThread | None = None
 
 
 def capacity(world_size: int) -> int:
@@ -236,11 +246,17 @@ def exchange_rows(
     if ctx.comm.simulated:  # the same traffic; every rank sends what this rank does
         return payload.repeat(ranks, 1), [payload.numel()] * ranks
     if exchange.comparison is not None:
-        return _in_order(ctx, exchange, summary.largest)
+        if exchange.rows is None:
+            return payload.new_empty((ranks, 0)), [0] * ranks
+        return ordered(ctx, exchange.rows, summary.largest, src)
     if exchange.rows is not None:
         return exchange.rows, [*summary.sizes]
     rows = state.packets[:, HEADER : HEADER + summary.largest]
-    return rows.clone() if keep else rows, [*summary.sizes]
+    if ctx.rank and summary.largest:
+        rows = from_rank_0(ctx, rows)
+    elif keep:
+        rows = rows.clone()
+    return rows, [*summary.sizes]
 
 
 def send_payload(ctx: DistContext, call: Call, payload: Tensor, src: int) -> Tensor:
@@ -260,6 +276,27 @@ def collect_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tens
     return [row[:size] for row, size in both] if ctx.rank == 0 or ctx.comm.simulated else []
 
 
+def has_few_ranks(ctx: DistContext) -> bool:
+    """Whether every rank sends a packet to all; many combine what they have."""
+    return ctx.world_size <= ctx.comm.slot(CallState).few
+
+
+def combine_payloads(ctx: DistContext, call: Call, payload: Tensor, combine: Combine) -> Tensor:
+    """As `exchange_payloads`, of many ranks, combined into one that is bitwise equal on all.
+
+    Args:
+        payload: uint8, 1-D, on the CPU, of a length that is part of the call.
+        combine: A function of its arguments alone.
+    """
+    state = settle(ctx)
+    with rank_loss_guard(ctx, call):
+        exchange = _start(ctx, state, call, _digest_of(call), payload, combine=combine)
+        _complete(ctx, state, exchange)
+    if ctx.comm.simulated:
+        return repeated(payload, ctx.world_size, combine)
+    return payload if exchange.rows is None else combined(exchange.rows)  # of no bytes
+
+
 def same_on_all(ctx: DistContext, call: Call, digest: bytes) -> bool:
     """Whether a digest is equal on all ranks, as every rank learns; one exchange of packets.
 
@@ -275,22 +312,6 @@ def same_on_all(ctx: DistContext, call: Call, digest: bytes) -> bool:
         value = hashlib.blake2b(digest, digest_size=16).digest()
         exchange = _start(ctx, state, call, _digest_of(call), EMPTY, value=value)
         return _complete(ctx, state, exchange).same
-
-
-def _in_order(ctx: DistContext, exchange: Exchange, largest: int) -> tuple[Tensor, list[int]]:
-    """The payloads of many ranks, by rank."""
-    rows, ranks = exchange.rows, ctx.world_size
-    if rows is None:
-        return exchange.payload.new_empty((ranks, 0)), [0] * ranks
-    if exchange.src is not None:
-        return rows.expand(ranks, largest), [
-            largest if r == exchange.src else 0 for r in range(ranks)
-        ]
-    if len(rows) < ranks:  # of another rank than the root
-        return exchange.payload.new_empty((ranks, 0)), [0] * ranks
-    rows = torch.cat([rows[ranks - ctx.rank :], rows[: ranks - ctx.rank]])
-    sizes = rows[:, :_SIZE_BYTES].contiguous().view(torch.int64).view(-1).tolist()
-    return rows[:, _SIZE_BYTES:], sizes
 
 
 def compare_calls(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -403,6 +424,7 @@ def _start(
     site: CallSite | None = None,
     src: int | None = None,
     root: int | None = None,
+    combine: Combine | None = None,
     value: bytes = b"",
 ) -> Exchange:
     """Send this rank's packet. The comparison of a call with its `site` is deferred."""
@@ -418,41 +440,44 @@ def _start(
     state.recent.append((state.count, call, time.time_ns()))
     text = shown[:SHOWN].encode(errors="replace")[:SHOWN]
     if ctx.world_size <= state.few:
-        work, comparison = _send_packet(ctx, state, digest, payload, passed, text), None
+        work, comparison = _packets(ctx, state, digest, payload, passed, text), None
     else:
-        work, comparison = _send_head(ctx, digest, value, payload.numel(), passed, text)
+        work = comparison = _heads(ctx, digest, value, payload.numel(), passed, text)
     exchange = state.in_flight = Exchange(
-        call, digest, payload, work, site, src, root, comparison, updates=passed
+        call, digest, payload, work, site, src, root, combine, comparison
     )
+    if passed != WAITED:
+        exchange.work = background = _in_background(ctx, state, exchange)
+        background.start()
     return exchange
 
 
-def _send_packet(
+def _packets(
     ctx: DistContext, state: CallState, digest: bytes, payload: Tensor, passed: int, text: bytes
-) -> dist.Work:
-    """Send header and payload, among few ranks."""
-    size, room, pace = payload.numel(), capacity(ctx.world_size), ctx.comm.state.slots.get(Pace)
-    length = HEADER + room
+) -> Messages:
+    """Header and payload of this rank, sent to all of few ranks."""
+    ranks, size, room = ctx.world_size, payload.numel(), capacity(ctx.world_size)
+    pace, length = ctx.comm.state.slots.get(Pace), HEADER + room
     if not state.received:
-        state.received = bytearray(ctx.world_size * length)
-        state.packets = plain_bytes(state.received, ctx.world_size)
-    begin, micros = ctx.rank * length, 0 if pace is None else min(pace.micros, _MAX_MICROS)
-    _HEADER.pack_into(state.received, begin, digest, size, micros, passed, text)
-    packet = state.packets[ctx.rank]
+        state.received = bytearray(ranks * length)
+        state.packets = plain_bytes(state.received, ranks)
+    micros = 0 if pace is None else min(pace.micros, _MAX_MICROS)
+    _HEADER.pack_into(state.received, 0, digest, size, micros, passed, text)
     if 0 < size <= room:
-        packet[HEADER : HEADER + size] = payload
+        state.packets[0, HEADER : HEADER + size] = payload
     if ctx.comm.simulated:
-        state.received[:] = state.received[begin : begin + length] * ctx.world_size
-    return _all_gather(ctx, state.packets, packet)
+        state.received[:] = state.received[:length] * ranks
+    rounds = gather_rounds(ctx.rank, ranks)
+    return Messages(group=ctx.comm.control, rounds=rounds, rows=state.packets)
 
 
-def _send_head(
+def _heads(
     ctx: DistContext, digest: bytes, value: bytes, size: int, passed: int, text: bytes
-) -> tuple[Comparison | InThread, Comparison]:
-    """Compare the call among many ranks: in a thread, if the comparison is deferred."""
+) -> Comparison:
+    """What compares the call among many ranks."""
     pace = ctx.comm.state.slots.get(Pace)
     is_new = pace is not None and pace.fresh and ctx.comm.name == "world"
-    comparison = Comparison(
+    return Comparison(
         ctx.comm.control,
         ctx.rank,
         ctx.world_size,
@@ -464,9 +489,30 @@ def _send_head(
         text=text,
         simulated=ctx.comm.simulated,
     )
-    if passed == WAITED:
-        return comparison, comparison
-    return InThread(comparison.wait, timedelta(seconds=ctx.comm.timeout_s)), comparison
+
+
+def _in_background(ctx: DistContext, state: CallState, exchange: Exchange) -> BackgroundWork:
+    """Compare a call in a thread, which aborts the device's communicator if the ranks differ.
+
+    A rank that reads a result before its next call waits for its device, which waits for ranks that
+    may have made another call. The device then continues, and the next call raises the error.
+    """
+    if state.background is None:
+        state.background = BackgroundThread()
+        ctx.comm.state.last_checks.append(lambda: settle(ctx) and None)
+        ctx.comm.state.at_close.append(state.background.stop)
+    work = exchange.work
+
+    def compare() -> None:
+        differ = True  # also if a rank was lost
+        try:
+            work.wait(timedelta(seconds=ctx.comm.timeout_s))
+            differ = summary_of(ctx, state, exchange).differ
+        finally:
+            if differ and state.device_group is not None:
+                state.device_group.abort()
+
+    return BackgroundWork(state.background, compare)
 
 
 def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSummary:
@@ -488,7 +534,15 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSum
         differ = ctx.comm.checks and summary.differ
         if not differ and summary.largest > room:
             if exchange.rows is None:
-                exchange.work, exchange.rows = _send_payload(ctx, exchange, summary.largest)
+                exchange.work, exchange.rows = send_payloads(
+                    ctx,
+                    exchange.payload,
+                    summary.largest,
+                    few=exchange.comparison is None,
+                    src=exchange.src,
+                    root=exchange.root,
+                    combine=exchange.combine,
+                )
             exchange.work.wait(remaining(until))
     state.in_flight = None
     state.completed = state.count
@@ -514,44 +568,14 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSum
     return summary
 
 
-def _send_payload(
-    ctx: DistContext, exchange: Exchange, largest: int
-) -> tuple[dist.Work | Messages, Tensor]:
-    """Send payloads that did not fit in packets; the rows in which they arrive."""
-    payload, ranks = exchange.payload, ctx.world_size
-    if exchange.comparison is None:
-        rows = payload.new_empty((ranks, largest))
-        if gap := largest - payload.numel():
-            payload = torch.cat([payload, payload.new_empty(gap)])
-        return _all_gather(ctx, rows, payload), rows
-    if exchange.src is not None:
-        rounds = spread_rounds(ctx.rank, ranks, exchange.src)
-        rows = payload.new_empty((1, largest))
-        rows[0, : payload.numel()] = payload
-    else:
-        rounds = gather_rounds(ctx.rank, ranks)
-        if exchange.root is not None:
-            rounds = collect_rounds(ctx.rank, ranks, exchange.root)
-        count = max(1, *(each.received[1] for each in rounds))
-        rows = payload.new_empty((count, _SIZE_BYTES + largest))
-        size = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
-        rows[0, : _SIZE_BYTES + payload.numel()] = torch.cat([size.view(torch.uint8), payload])
-    return Messages(group=ctx.comm.control, rounds=rounds, rows=rows), rows
-
-
-def is_deferred(exchange: Exchange) -> bool:
-    """Whether the host continues before the ranks compare this call."""
-    return exchange.updates != WAITED
-
-
 def summary_of(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSummary:
     """What the ranks have learned of their calls, once the packets of an exchange have arrived."""
     if exchange.comparison is not None:
         assert exchange.comparison.summary is not None
         return exchange.comparison.summary
-    length = HEADER + capacity(ctx.world_size)
-    received = state.received
-    headers = [_HEADER.unpack_from(received, at) for at in range(0, len(received), length)]
+    ranks, length = ctx.world_size, HEADER + capacity(ctx.world_size)
+    places = [(rank - ctx.rank) % ranks * length for rank in range(ranks)]
+    headers = [_HEADER.unpack_from(state.received, place) for place in places]
     digests, sizes, micros, updates, texts = zip(*headers, strict=True)
     passed = {*updates} - {WAITED}
     differ = len({*digests}) > 1 or len(passed) > 1
@@ -566,13 +590,6 @@ def summary_of(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSu
         micros=micros,
         shown=shown,
     )
-
-
-def _all_gather(ctx: DistContext, rows: Tensor, local: Tensor) -> dist.Work:
-    """Start an all-gather of bytes."""
-    assert ctx.comm.control is not None  # a context of several ranks has one
-    # Methods of the group cost a quarter less than the functions of torch.distributed.
-    return unrecorded(ctx.comm.control._allgather_base, rows.view(-1), local)
 
 
 def _digest_of(call: Call) -> bytes:

@@ -1,8 +1,12 @@
-"""Messages between pairs of ranks, by which many ranks exchange what they have in few rounds.
+"""Messages between pairs of ranks, by which they exchange what they have in few rounds.
 
-gloo's own collectives send around a ring, where N ranks wait for each other N - 1 times.
+gloo's own collectives send around a ring, where N ranks wait for each other N - 1 times, each in a
+thread of the group. A message arrives in the thread that waits for it.
 """
 
+from __future__ import annotations
+
+import queue
 import struct
 import threading
 import time
@@ -20,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxtrain.ops.transport.rounds import MessageRound, combine_rounds, gather_rounds
 
 _TORCH: Any = torch._C  # parts of it have no type stubs
+_TAG = 1000  # of the first round: others send with small ones in the group of an axis
 
 
 def plain_bytes(memory: bytearray, rows: int) -> Tensor:
@@ -109,7 +114,7 @@ class Messages:
             return
         start = start if not profiles() else partial(unrecorded, start)
         # One call of C, within which Python answers no signal.
-        works.extend(map(start, [[self.rows[slice(*rows)]]], [other], [self._done]))
+        works.extend(map(start, [[self.rows[slice(*rows)]]], [other], [_TAG + self._done]))
 
 
 def _wait(work: dist.Work | None, until: float) -> None:
@@ -129,32 +134,62 @@ def connect_ranks(group: Any, rank: int, ranks: int, timeout: timedelta) -> None
     Messages(group=group, rounds=rounds, rows=rows).wait(timeout)
 
 
-class InThread:
-    """Something that waits for other ranks, in a thread, while this one continues."""
+class BackgroundWork:
+    """Something that waits for other ranks in a thread, while this one continues.
 
-    def __init__(self, run: Callable[[timedelta], None], timeout: timedelta) -> None:
-        self._error: RuntimeError | None = None
+    Args:
+        thread: Where it runs, once `start` is called.
+        run: What waits.
+    """
 
-        def work() -> None:
-            try:
-                run(timeout)
-            except RuntimeError as error:  # for the thread that waits
-                self._error = error
+    def __init__(self, thread: BackgroundThread, run: Callable[[], None]) -> None:
+        self._thread, self._run = thread, run
+        self._ended = threading.Event()
+        self._error: Exception | None = None
 
-        self._thread = threading.Thread(target=work, name="fxtrain-exchange", daemon=True)
-        self._thread.start()
+    def start(self) -> None:
+        """Run it, unless it has run."""
+        self._thread.jobs.put(self)
+
+    def run(self) -> None:
+        """What the thread calls."""
+        if self._ended.is_set():
+            return
+        try:
+            self._run()
+        except Exception as error:  # any error: `wait` raises it
+            self._error = error
+        self._ended.set()
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until it ends, and raise its error."""
-        self._thread.join(timeout.total_seconds())
-        if self._thread.is_alive():
+        """Wait until it has ended, and raise its error."""
+        self.start()  # which an interrupt may have prevented
+        if not self._ended.wait(timeout.total_seconds()):
             raise RuntimeError(f"Timed out after {timeout.total_seconds():.3g} s (gloo).")
         if self._error is not None:
             raise self._error
 
-    def is_completed(self) -> bool:
-        """Whether it has ended."""
-        return not self._thread.is_alive()
+
+class BackgroundThread:
+    """A thread that runs `BackgroundWork`, in the order in which it was started."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[BackgroundWork | None] = queue.SimpleQueue()
+        self._busy = False
+        self._thread = threading.Thread(target=self._run, name="fxtrain-deferred", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            self._busy = True
+            job.run()
+            self._busy = False
+
+    def stop(self) -> None:
+        """End the thread: now, or once what it runs has ended, which may be at the timeout."""
+        self.jobs.put(None)
+        if not self._busy:
+            self._thread.join()
 
 
 class CallSummary(NamedTuple):

@@ -2,7 +2,8 @@
 
 In each round, a rank sends one message and receives one at most. The schedules are functions of the
 rank and the number of ranks alone, so that every rank knows what the others send without asking.
-They need ⌈log2 N⌉ rounds, and each rank talks to two others per round at most.
+They need ⌈log2 N⌉ rounds, one of them a round more, and each rank talks to two others per round at
+most.
 """
 
 import functools
@@ -28,7 +29,7 @@ class MessageRound:
 
 
 def count_rounds(ranks: int) -> int:
-    """The number of rounds of every schedule: ⌈log2 ranks⌉."""
+    """The number of rounds of every schedule but `reduce_rounds`: ⌈log2 ranks⌉."""
     return (ranks - 1).bit_length()
 
 
@@ -66,6 +67,40 @@ def combine_rounds(rank: int, ranks: int) -> tuple[MessageRound, ...]:
         attrs.evolve(each, sent=(k, k + 1), received=(total + k, total + k + 1))
         for k, each in enumerate(gather_rounds(rank, ranks))
     )
+
+
+@functools.lru_cache(maxsize=64)
+def reduce_rounds(rank: int, ranks: int) -> tuple[MessageRound, ...]:
+    """All ranks get one row that combines that of each once, in an order equal on all of them.
+
+    Two ranks combine what each has, in each round. Where the number of ranks is not a power of two,
+    some of them first add the row of the rank after them, and give it the result in the last round.
+
+    In round k a rank sends row k, and receives a row to combine with it, that of the lower rank
+    first: row k + 1 is both, or row k where nothing arrives. Rows arrive after the first R + 1 of
+    R rounds, except the result, which is row R.
+    """
+    pairs = ranks - (1 << ranks.bit_length() - 1)  # ranks that add the row of the one after them
+    place = rank // 2 if rank < 2 * pairs else rank - pairs
+    adds, waits = rank < 2 * pairs and not rank % 2, rank < 2 * pairs and rank % 2 == 1
+    rounds: list[MessageRound] = []
+    if pairs:
+        rounds.append(
+            MessageRound(to=rank - 1 if waits else None, source=rank + 1 if adds else None)
+        )
+    for distance in _distances(ranks - pairs):
+        other = place ^ distance
+        other = 2 * other if other < pairs else other + pairs
+        rounds.append(MessageRound() if waits else MessageRound(to=other, source=other))
+    if pairs:
+        rounds.append(
+            MessageRound(to=rank + 1 if adds else None, source=rank - 1 if waits else None)
+        )
+    total = len(rounds)
+    for k, each in enumerate(rounds):
+        row = total if waits else total + 1 + k
+        rounds[k] = attrs.evolve(each, sent=(k, k + 1), received=(row, row + 1))
+    return tuple(rounds)
 
 
 def spread_rounds(rank: int, ranks: int, src: int) -> tuple[MessageRound, ...]:
