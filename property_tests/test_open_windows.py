@@ -198,6 +198,7 @@ def test_an_open_window_continues_anywhere(clusters, before, after, drawn):
     [
         pytest.param(name, marks=() if name in ("single", "ddp", "fsdp") else pytest.mark.slow)
         for name in (*PLACES, *WIDE)
+        if name not in ("embedding", "embedding, head")  # both are parts of split logits
     ],
 )
 @settings(DRAWN, max_examples=2)
@@ -207,7 +208,7 @@ def test_an_open_window_continues_bit_for_bit(clusters, name, drawn):
 
 
 @pytest.mark.slow
-@settings(DRAWN, max_examples=40)
+@settings(DRAWN, max_examples=20)
 @given(st.data(), _cases())
 def test_an_open_window_continues_anywhere_on_four_ranks(clusters, data, drawn):
     places = PLACES | WIDE

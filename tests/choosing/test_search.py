@@ -9,6 +9,7 @@ from rich.console import Console
 import fxtrain as fx
 from fxtrain.choosing.trials import dry_runs
 from fxtrain.state import Problem
+from tests._errors import raises_code
 from tests.choosing._programs import DEVICE, arithmetic, question, searched
 
 
@@ -74,7 +75,7 @@ def test_parameters_that_do_not_fit_need_no_dry_run():
     choice = searched(asked, device=_with(memory=10_000_000))
     assert choice.tried == 0 and choice.table == ()
     assert "16.0 MB on each rank" in choice.advice and "16 ranks" in choice.advice
-    with pytest.raises(fx.PlanError, match="No plan fits"):
+    with raises_code("FX200"):
         choice.plan
 
 
@@ -128,7 +129,7 @@ def test_a_program_that_does_not_run_at_all_is_an_error():
         problem = Problem(kind="plan", text="PlanError: no", fatal=True)
         return attrs.evolve(arithmetic(attempt, world, rank, look), problems=(problem,))
 
-    with pytest.raises(fx.PlanError, match=r"on one rank ends with a problem(.|\n)*PlanError: no"):
+    with raises_code("FX200", "one rank", "PlanError: no"):
         searched(program=refused)
 
     def broken(attempt, world, rank, look):
@@ -142,7 +143,7 @@ def test_a_model_that_is_not_wrapped_is_an_error():
     def plain(attempt, world, rank, look):
         return arithmetic(attempt, world, rank, lambda model: None)
 
-    with pytest.raises(fx.PlanError, match=r"without fx\.wrap and fx\.step"):
+    with raises_code("FX200", "fx.wrap", "fx.step"):
         searched(program=plain)
 
 

@@ -155,8 +155,8 @@ def _skipping_one(ctx, skips):
         try:
             run.step(measured=not (skips and ctx.rank == 1 and step == 2))
         except fx.CollectiveError as error:
-            if ctx.rank == 0:
-                run.step(measured=False)  # in which rank 1 is by now
+            if step == 3:
+                run.step(measured=False)  # in which the other rank may be by now
             return step, str(error), run.weights()
     return 6, "", run.weights()
 
@@ -166,8 +166,9 @@ def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(in_order, many):
     whole = in_order.run(_skipping, False, many)
     assert [found[:2] for found in whole] == [(6, "")] * 2
     (step, text, left), (other_step, other, right) = in_order.run(_skipping, True, many)
-    # Each learns in its next call that rank 1 made this one an update later.
-    assert (step, other_step) == (3, 4)
+    # Each learns that rank 1 made this call an update later: rank 1 in its next one, unless the
+    # ranks have compared this one before it starts.
+    assert step == 3 and other_step in (3, 4)
     assert text == other
     assert "rank 0: reduce(float32[]" in text
     assert "at test_queued.py:" in text
