@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from tests._slow import slow_after
 from tests.checkpoint import _runs
 from tests.checkpoint._runs import bits
 
@@ -58,30 +57,23 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("cluster", slow_after(1, [2, 4]), indirect=True)
-@settings(ON_RANKS, max_examples=3)
-@given(
-    kind=st.sampled_from(_runs.KINDS),
-    accumulate=st.integers(1, 4),
-    before=st.integers(1, 12),
-    after=st.integers(1, 5),
-    background=st.booleans(),
-    workers=st.sampled_from([0, 0, 1]),
-    even=st.sampled_from(["pad", "drop"]),
-    how=st.sampled_from(sorted(HOW)),
-)
-@example("plain", 2, 5, 4, True, 0, "drop", "together")
-@example("weighted", 3, 4, 2, False, 1, "pad", "alone")
-@example("two optimizers", 2, 5, 4, False, 0, "drop", "sharded optimizer")
-@example("fp16", 2, 3, 3, True, 0, "pad", "together")
-@example("fp16", 1, 5, 4, False, 0, "pad", "alone with an outer optimizer")
-@example("bf16", 2, 5, 4, False, 0, "drop", "together")
-@example("scheduled", 2, 5, 4, False, 0, "drop", "sharded optimizer")
-@example("plain", 1, 3, 5, True, 0, "drop", "fragments")
-@example("two optimizers", 1, 4, 4, False, 0, "pad", "late")
-@example("compressed", 1, 5, 4, True, 0, "drop", "together")
-@example("fp16", 4, 1, 2, True, 0, "pad", "sharded optimizer")
-def test_a_resumed_run_is_equal_in_every_bit(
+RUNS = {
+    "kind": st.sampled_from(_runs.KINDS),
+    "accumulate": st.integers(1, 4),
+    "before": st.integers(1, 12),
+    "after": st.integers(1, 5),
+    "background": st.booleans(),
+    "workers": st.sampled_from([0, 0, 1]),
+    "even": st.sampled_from(["pad", "drop"]),
+    "how": st.sampled_from(sorted(HOW)),
+}
+
+
+def _run(*values):
+    return dict(zip(RUNS, values, strict=True))
+
+
+def _is_equal_in_every_bit(
     cluster, kind, accumulate, before, after, background, workers, even, how
 ):
     plan = _runs.plan_of(kind, accumulate, even=even, **HOW[how])
@@ -92,6 +84,31 @@ def test_a_resumed_run_is_equal_in_every_bit(
         assert differing == []
         assert values and rows
     assert any(seen for *_, seen in found)  # a rank may have had nothing but padding
+
+
+@settings(ON_RANKS, max_examples=3)
+@given(**RUNS)
+@example(**_run("plain", 2, 5, 4, True, 0, "drop", "together"))
+@example(**_run("weighted", 3, 4, 2, False, 1, "pad", "alone"))
+@example(**_run("two optimizers", 2, 5, 4, False, 0, "drop", "sharded optimizer"))
+@example(**_run("fp16", 2, 3, 3, True, 0, "pad", "together"))
+@example(**_run("fp16", 1, 5, 4, False, 0, "pad", "alone with an outer optimizer"))
+@example(**_run("bf16", 2, 5, 4, False, 0, "drop", "together"))
+@example(**_run("scheduled", 2, 5, 4, False, 0, "drop", "sharded optimizer"))
+@example(**_run("plain", 1, 3, 5, True, 0, "drop", "fragments"))
+@example(**_run("two optimizers", 1, 4, 4, False, 0, "pad", "late"))
+@example(**_run("compressed", 1, 5, 4, True, 0, "drop", "together"))
+@example(**_run("fp16", 4, 1, 2, True, 0, "pad", "sharded optimizer"))
+def test_a_resumed_run_is_equal_in_every_bit(pair, **run):
+    _is_equal_in_every_bit(pair, **run)
+
+
+@pytest.mark.slow
+@settings(ON_RANKS, max_examples=4)
+@given(**RUNS)
+@example(**_run("fp16", 4, 1, 2, True, 0, "pad", "sharded optimizer"))
+def test_a_resumed_run_of_four_ranks_is_equal_in_every_bit(clusters, **run):
+    _is_equal_in_every_bit(clusters[4], **run)
 
 
 def _part(ctx, folder, kind, accumulate, size, steps, save):

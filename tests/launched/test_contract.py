@@ -44,7 +44,6 @@ CASES = [
     Case(name="python", command=PYTHON, ranks=1),
     Case(name="torchrun 2", command=(*TORCHRUN, "--nproc-per-node", "2"), ranks=2, run=run),
     Case(name="launch 2", command=(*FXTRAIN, "launch", "--ranks", "2"), ranks=2),
-    Case(name="launch 4", command=(*FXTRAIN, "launch", "--ranks", "4"), ranks=4),
     Case(
         name="launch 2, ragged windows",
         command=(*FXTRAIN, "launch", "--ranks", "2"),

@@ -84,12 +84,6 @@ def test_an_unknown_host_is_named():
     assert "the name no-such-host.invalid could not be resolved" in ended.err
 
 
-def test_nodes_without_a_main_address():
-    ended = run(*FXTRAIN, "launch", "--ranks=1", "--nodes=2", RANKS, "meet", "A")
-    assert ended.code == 2
-    assert "2 nodes need an address to connect to. Set main_address" in ended.err
-
-
 @pytest.mark.timeout(300)
 def test_a_node_that_was_killed_is_started_again(tmp_path):
     port = free_port()
