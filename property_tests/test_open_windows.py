@@ -193,12 +193,16 @@ def test_an_open_window_continues_anywhere(clusters, before, after, drawn):
     _check(clusters, PLACES, before, after, *drawn)
 
 
+# Of others here, or the same on two ranks.
+PARTS = ("embedding", "embedding, head", "tensor and shards", "ddp of four", "fsdp of four")
+
+
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=() if name in ("single", "ddp", "fsdp") else pytest.mark.slow)
         for name in (*PLACES, *WIDE)
-        if name not in ("embedding", "embedding, head")  # both are parts of split logits
+        if name not in PARTS
     ],
 )
 @settings(DRAWN, max_examples=2)
