@@ -81,4 +81,5 @@ def decode_key(text: str) -> tuple[str, Key]:
     # Names in the user's state may contain a slash.
     if not slash or text.partition(".")[0] in _OF_NO_MODEL:
         model, rest = "", text
-    return model, Key.read(rest)
+    kind, _, name = rest.partition(".")
+    return model, Key(kind, name)
