@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.launchers import LaunchSpec, prepare, run
-from fxtrain.state import read_device
+from fxtrain.state import DEVICES, read_device
 
 PART = fx.data.BlendPart(name="web", source=fx.data.NanoGPTTokens(path="a.bin"))
 ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}
@@ -103,9 +103,8 @@ CASES = [
      "Blend(parts=...): the parts have the names ['web', 'web']. Pass one part or more, each "
      "with a name of its own."),
     ("FX200", lambda ctx: read_device("H10"),
-     "'H10' is no known device; known are A100, H100, H200, B200, MI300X, L40S, RTX 4090. Use "
-     "one of these, or a file that `fxtrain env --measure device.toml` wrote on such a "
-     "machine. Did you mean 'h100'?"),
+     f"'H10' is no known device; known are {', '.join(DEVICES)}. Use one of these, or a file that "
+     f"`fxtrain env --measure device.toml` wrote on such a machine. Did you mean 'H100'?"),
     ("FX200", lambda ctx: ops.seed(-1, ctx),
      "seed(-1): not a seed. Pass an int from 0 to 2**63 - 1."),
     ("FX200", lambda ctx: fx.FSDP(wrap_by="layers"),

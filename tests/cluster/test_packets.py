@@ -191,3 +191,36 @@ def test_many_ranks_send_their_pace_once_each_has_a_new_one(clusters):
     first, *others = clusters[4].run(_as_many, _paces)
     assert first == [([], False), ([], False), ([3], False)]
     assert others == [[([], True), ([], False), ([], False)]] * 3
+
+
+def _values(ctx, op):
+    """Combined values of every kind that a library sums in its own dtype, or in a wider one."""
+    rank, whole = ctx.rank, torch.arange(1, 6) + ctx.rank
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.int16]
+    tree = [whole.to(kind) for kind in kinds] + [whole % 2 == 0, 3 * rank + 1, 0.1 * rank - 1]
+    tree += [whole.view(5, 1).to(torch.uint64), whole * (1 + 1j)] * (op not in ("max", "min"))
+    found = ops.reduce([*tree, torch.empty(0, 2), "kept", None], ctx, op=op)
+    # torch does not pickle uint64.
+    return [x.long() if getattr(x, "dtype", None) == torch.uint64 else x for x in found]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_many_ranks_combine_what_few_do(clusters, ranks):
+    for op in ("mean", "sum", "max", "min", "product"):
+        few, many = (_run(clusters[ranks], few, _values, op) for few in (True, False))
+        for found in many:
+            torch.testing.assert_close(found[:-2], many[0][:-2], rtol=0, atol=0)
+            torch.testing.assert_close(found[:-2], few[0][:-2])
+            assert found[-2:] == ["kept", None]
+
+
+def _nothing_to_combine(ctx):
+    assert ops.reduce(["kept"], ctx) == ["kept"]
+    with raises_code("FX300", "median"):
+        ops.reduce(torch.ones(1), ctx, op="median")
+    return ops.reduce(torch.ones(3000), ctx, op="sum").tolist()
+
+
+@few_or_many
+def test_what_many_ranks_do_not_combine(clusters, few):
+    assert _run(clusters[4], few, _nothing_to_combine) == [[4.0] * 3000] * 4

@@ -63,9 +63,6 @@ def test_all_nodes_start_again_when_a_rank_of_one_failed(tmp_path):
     ("kwargs", "text"),
     [
         ({"nodes": 2}, "2 nodes need an address to connect to"),
-        ({"nodes": 2, "node_rank": 2, "main_address": "n"}, "numbered from 0 to 1"),
-        ({"restarts": -1}, "choose a number from 0"),
-        ({"main_address": "a b"}, "expected a host name or address"),
         (
             {"nodes": 2, "node_rank": 1, "main_address": "127.0.0.1", "main_port": 1,
              "connect_timeout_s": 0.3},
