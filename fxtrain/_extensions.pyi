@@ -47,6 +47,7 @@ from fxtrain.launchers.built_in.tpu import TpuPodOptions as TpuPodOptions
 from fxtrain.loop.early_stopping import EarlyStopping as EarlyStopping
 from fxtrain.loop.mapping import map as map
 from fxtrain.loop.releasing import release as release
+from fxtrain.loop.restarts import restarting as restarting
 from fxtrain.loop.weight_averages import EMA as EMA
 from fxtrain.loop.weight_averages import ema as ema
 from fxtrain.meters import Memory as Memory

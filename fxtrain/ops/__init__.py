@@ -22,7 +22,6 @@ from fxtrain.ops.objects import (
 from fxtrain.ops.opening import duplicate
 from fxtrain.ops.padding import Padded, gather_valid, pad, unpad
 from fxtrain.ops.padding import gather_valid as gather_for_metrics
-from fxtrain.ops.restarts import restarting
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.schedules import schedule
 from fxtrain.ops.splitting import scatter, split
@@ -39,7 +38,7 @@ from fxtrain.ops.step_parts import (
 from fxtrain.ops.whole_tensors import save
 
 if TYPE_CHECKING:
-    from fxtrain._extensions import join_tokens, map, token_positions
+    from fxtrain._extensions import join_tokens, map, restarting, token_positions
 
 print = say  # not in __all__, since a star import would hide Python's own
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from fxtrain.loop.restarts import _must_end
 from fxtrain.ops import restarting
-from fxtrain.ops.restarts import _must_end
 from tests._errors import raises_code
 from tests.launched._run import FXTRAIN, SCRIPTS, run_fork
 
