@@ -6,13 +6,16 @@ import gc
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests._clock import Clock
 from tests._job_variables import remove_job_variables
 from tests._patience import patience
 
@@ -213,3 +216,61 @@ def ctx() -> Iterator[DistContext]:
 def pair(clusters: dict[int, Cluster]) -> Cluster:
     """The pool of two ranks."""
     return clusters[2]
+
+
+@pytest.fixture
+def installed(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """`installed(text, **objects)`: an installed package for one test.
+
+    The text is that of its `entry_points.txt`, in which `somewhere` is a module of the objects.
+    """
+
+    def install(text: str, **objects: object) -> None:
+        folder = tmp_path_factory.mktemp("installed")
+        info = folder / "theirs-0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 0.1\n")
+        (info / "entry_points.txt").write_text(text)
+        monkeypatch.setitem(sys.modules, "somewhere", SimpleNamespace(**objects))  # type: ignore[arg-type]
+        monkeypatch.syspath_prepend(str(folder))
+
+    return install
+
+
+@pytest.fixture
+def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back what a command sets in this process for a script that it runs."""
+    arguments, variables = [*sys.argv], dict(os.environ)
+    monkeypatch.syspath_prepend("")  # as where a script runs; all of the path is put back
+    yield
+    sys.argv[:] = arguments
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+@pytest.fixture
+def clock_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`clock_of(*modules)`: the clock that these modules read, which the test moves."""
+
+    def put(*modules: Any, clock: Any = None) -> Any:
+        clock = Clock() if clock is None else clock
+        for module in modules:
+            monkeypatch.setattr(module, "time", clock)
+        return clock
+
+    return put
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, int], None]:
+    """`failing(os, "link", errno.EPERM)`: calls of a function of the system fail so."""
+
+    def fail(module: Any, name: str, code: int) -> None:
+        def call(*_: object, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(module, name, call)
+
+    return fail

@@ -319,7 +319,7 @@ def show_manifest(ranks, tensors):
         return made
 
     offers = [
-        {f"model/layers.{number}@({rank}, 0)": (4096, None) for number in range(tensors)}
+        {(f"model/layers.{number}", (rank, 0)): (4096, None, False) for number in range(tensors)}
         for rank in range(ranks)
     ]
     timed("rank 0: choose who writes what", lambda: choose_writers(offers, {}))

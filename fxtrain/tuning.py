@@ -561,9 +561,9 @@ def kept_state(ctx: DistContext, model: Wrapped) -> Iterator[None]:
     Takes memory for a copy of what a checkpoint of this model contains, on the model's devices.
     """
     state = model.strategy.state(model)
-    parts = {name: local_part_of(tensor).clone() for name, tensor in state.tensors.items()}
-    own = {name: tensor.detach().clone() for name, tensor in state.own.items()}
-    shapes = {name: shape_and_dtype(tensor) for name, tensor in state.tensors.items()}
+    parts = {key: local_part_of(tensor).clone() for key, tensor in state.tensors.items()}
+    own = {key: tensor.detach().clone() for key, tensor in state.own.items()}
+    shapes = {key: shape_and_dtype(tensor) for key, tensor in state.tensors.items()}
     saved = memory_reader(ctx, shapes, parts, own, copy.deepcopy(state.values))
     with ops.fork_rng(ctx):
         try:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.state.topology import read_topology
 from property_tests._environments import BLOCKED, launched, slurm_env, some_topology
+from tests._errors import raises_code
 
 NO_NUMBERS = ["", " ", "x", "-1", "1.5", "0x1", "1e3", "٣", "1_0", "9" * 40, "\N{NULL}", "1 2"]
 FREE_TEXT = {"MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PJRT_DEVICE"}
@@ -75,7 +76,7 @@ def test_a_number_beyond_its_count_is_a_contradiction(names, limit, case, beyond
     assume(name is not None)
     # As many ranks on one node as there are in all is fine; one more is not.
     env[name] = str(getattr(topology, limit) + beyond + (names is LOCAL_SIZES))
-    with pytest.raises(fx.errors.ContextError, match=rf"{name}={env[name]}"):
+    with raises_code("FX101", f"{name}={env[name]}"):
         read_topology(env)
 
 
@@ -85,13 +86,13 @@ def test_a_world_size_beside_a_scheduler_must_agree(case, world):
     if world == topology.world_size:
         assert read_topology({**env, "WORLD_SIZE": str(world)}) == topology
     else:
-        with pytest.raises(fx.errors.ContextError, match=f"WORLD_SIZE={world}"):
+        with raises_code("FX101", f"WORLD_SIZE={world}"):
             read_topology({**env, "WORLD_SIZE": str(world)})
 
 
 @given(case=launched(), port=st.one_of(st.just(0), st.integers(65_536, 1 << 30)))
 def test_an_impossible_port_is_named(case, port):
-    with pytest.raises(fx.errors.ContextError, match=f"MASTER_PORT='{port}'"):
+    with raises_code("FX101", f"MASTER_PORT='{port}'"):
         read_topology({**case[1], "MASTER_PORT": str(port)})
 
 

@@ -21,6 +21,7 @@ from property_tests._manifests import (
     save_small,
     small_model,
 )
+from tests._errors import raises_code
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_known_attacks_are_refused(saved, what):
     ],
 )
 def test_json_that_is_none(text, word):
-    with pytest.raises(fx.CheckpointError, match=word):
+    with raises_code("FX602", word):
         load_manifest(framed(text))
 
 

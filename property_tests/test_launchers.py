@@ -1,6 +1,7 @@
 """Launchers under any arguments: quoting comes back, and variables are only those meant."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import subprocess
 import attrs
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.distributed import run as torch_run
 
 from fxtrain.cli.launch_command import LAUNCH, spec_of
 from fxtrain.errors import escape_unprintable
@@ -22,8 +24,11 @@ from fxtrain.launchers import (
     prepare,
     show,
 )
+from fxtrain.launchers.config import launch_config, render
 from fxtrain.launchers.machine import cores_of_ranks
 from fxtrain.launchers.spec import FLAGS, flag_words
+from fxtrain.state import unstructure
+from fxtrain.state.parsing import parse_text
 
 HERE = Machine(python="/opt/my python/bin/python", cores=range(6), port=4711, folder="/my run")
 
@@ -159,21 +164,34 @@ def test_pods_get_what_was_meant(spec):
 def native_specs(draw):
     some = st.sampled_from
     nodes = draw(st.integers(1, 4))
+    min_nodes = draw(st.none() | st.integers(1, nodes))
+    rendezvous = draw(some([None, "static", "c10d"]))
+    c10d = rendezvous == "c10d" or (rendezvous is None and (nodes == 1 or min_nodes))
+    settings_of_c10d = some([(), ("close_timeout=3",), ("close_timeout=3", "last_call_timeout=7")])
     gpus = draw(st.lists(st.integers(0, 9).map(str), max_size=3, unique=True))
+    restarts = draw(st.integers(0, 3))
+    names = st.from_regex(r"\A[a-z0-9._-]{0,6}\Z")
     return LaunchSpec(
         target="train.py",
         args=draw(st.lists(words, max_size=3)),
         ranks=draw(st.integers(1, len(gpus) or 8)),
         nodes=nodes,
-        min_nodes=draw(st.none() | st.integers(1, nodes)),
+        min_nodes=min_nodes,
         node_rank=draw(st.integers(0, nodes - 1)),
         main_address="n0",
         main_port=draw(st.integers(0, 65_535)),
-        rendezvous=draw(some([None, "static", "c10d"])),
-        rendezvous_options=draw(some([(), ("a=1",), ("a=1", "b=x y")])),
-        connect_timeout_s=draw(some([0.5, 7, 600])),
-        restarts=draw(st.integers(0, 3)),
+        local_address=draw(some(["", "n7"])),
+        rendezvous=rendezvous,
+        rendezvous_options=draw(settings_of_c10d) if c10d else (),
+        connect_timeout_s=draw(some([0.3, 7, 600])),
+        run_id=draw(names),
+        restarts=restarts,
+        spares=draw(st.integers(0, 2)) if restarts else 0,
+        monitor_interval_s=draw(some([0.1, 2, 30.5])),
+        shutdown_s=draw(st.integers(0, 99)),
+        role=draw(names.filter(bool)),
         log_dir="logs",
+        redirect=draw(some(["none", "out", "err", "both"])),
         tee=draw(some(["none", "out", "err", "both"])),
         show_ranks=draw(st.lists(st.integers(0, 7), max_size=2)),
         gpus=gpus,
@@ -196,6 +214,54 @@ def test_a_spec_as_flags_reads_back_as_the_spec(spec, tmp_path, monkeypatch):
         given_words.insert(0, "--ranks=1")  # which is not the default where there are GPUs
     options = LAUNCH.make_context("launch", given_words).params
     assert spec_of(options) == spec
+
+
+@given(spec=native_specs(), form=st.sampled_from(["toml", "yaml", "json"]))
+def test_a_spec_in_a_launch_file_reads_back_as_the_spec(spec, form):
+    text = render({"launch": unstructure(spec)}, form, brief=True)
+    assert launch_config(parse_text(text, form)).launch == spec
+
+
+STREAMS = {"none": "0", "out": "1", "err": "2", "both": "3"}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(spec=native_specs())
+def test_torch_reads_the_command_line_as_the_spec(spec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where torch makes the folder of the output
+    found = prepare(spec, HERE)
+    args = torch_run.get_args_parser().parse_args(found.argv[3:])
+    config, program, words = torch_run.config_from_args(args)
+    fewest = spec.nodes if spec.min_nodes is None else spec.min_nodes
+    assert (config.min_nodes, config.max_nodes) == (fewest, spec.nodes)
+    assert (config.nproc_per_node, config.max_restarts) == (spec.ranks, spec.restarts)
+    host = "127.0.0.1" if spec.nodes == 1 else "n0"
+    assert config.rdzv_endpoint == f"{host}:{spec.port}"
+    assert (config.local_addr or "") == (spec.local_address or host * (spec.nodes == 1))
+    assert config.rdzv_backend == spec.rendezvous_backend
+    wait_s = str(math.ceil(spec.connect_timeout_s))  # torch's rendezvous takes whole seconds
+    if spec.rendezvous_backend == "static":
+        wanted = {"timeout": wait_s, "rank": spec.node_rank}
+    else:
+        options = dict(option.split("=") for option in spec.rendezvous_options)
+        wanted = {"join_timeout": wait_s, **options}
+    assert config.rdzv_configs.items() >= wanted.items()
+    assert (config.run_id, config.role) == (spec.run_id or "fxtrain", spec.role)
+    assert config.monitor_interval == spec.monitor_interval_s
+    assert args.shutdown_timeout == spec.shutdown_s
+    assert (args.log_dir, args.redirects, args.tee) == (
+        "logs", STREAMS[spec.redirect], STREAMS[spec.tee]
+    )  # fmt: skip
+    assert args.local_ranks_filter == ",".join(map(str, spec.show_ranks))
+    assert (args.numa_binding or "none") == ("none" if spec.cpu else spec.bind)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in found.env) == spec.elastic
+    assert found.env.get("CUDA_VISIBLE_DEVICES") == (
+        "" if spec.cpu else ",".join(spec.gpus) or None
+    )
+    assert spec.threads is None or found.env["OMP_NUM_THREADS"] == str(spec.threads)
+    words = [program, *words]
+    mine = [word.replace("$$", "$") for word in words[words.index("--") + 1 :]]
+    assert mine == [spec.target, *spec.args]
 
 
 def test_every_field_has_a_flag():

@@ -15,6 +15,7 @@ from fxtrain.checkpoint.json_values import decode, encode
 from fxtrain.checkpoint.manifest import MANIFEST, covers, load_manifest
 from fxtrain.checkpoint.write_plan import held_boxes
 from property_tests._manifests import check_refused, file_bytes, framed, mutated, save_small
+from tests._errors import raises_code
 
 
 @pytest.fixture(scope="module")
@@ -241,5 +242,5 @@ def test_values_that_are_nested_too_deep():
     data = 0
     for _ in range(300):
         data = [data]
-    with pytest.raises(fx.CheckpointError, match="nested too deep"):
+    with raises_code("FX602", "nested"):
         decode(data, HELD.__getitem__)

@@ -58,7 +58,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("cluster", slow_after(1, [2, 1, 4]), indirect=True)
+@pytest.mark.parametrize("cluster", slow_after(1, [2, 4]), indirect=True)
 @settings(ON_RANKS, max_examples=3)
 @given(
     kind=st.sampled_from(_runs.KINDS),

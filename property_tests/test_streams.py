@@ -91,6 +91,26 @@ class _AllAttributes(_HasState):
         self.__dict__.update(state)
 
 
+class _LastIterator(_Stream):
+    """Its iterators are independent; its state is that of the last one, as with `datasets`."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.start, self.now = {"next": 0}, {"next": 0}
+
+    def read(self):
+        now = self.now = dict(self.start)
+        while now["next"] < self.n:
+            now["next"] += 1
+            yield now["next"] - 1
+
+    def state_dict(self):
+        return dict(self.now)
+
+    def load_state_dict(self, state):
+        self.start = dict(state)
+
+
 class _ToldAndState(_HasState):
     set_epoch = _Told.set_epoch
 
@@ -101,9 +121,10 @@ class _ToldAndState(_HasState):
         self.next = 0
 
 
-KINDS = (_Stream, _Counts, _Told, _KeepsPlace, _Draws, _HasState, _AllAttributes, _ToldAndState)
+WITH_STATE = (_HasState, _AllAttributes, _ToldAndState, _LastIterator)
+KINDS = (_Stream, _Counts, _Told, _KeepsPlace, _Draws, *WITH_STATE)
 # What another pass does not disturb: the others have one place or count, in themselves.
-SHARED = (_Stream, _Told, _Draws, _HasState, _AllAttributes, _ToldAndState)
+SHARED = (_Stream, _Told, _Draws, *WITH_STATE)
 
 
 def _ranks(dataset, size, world, plan, workers=0):
@@ -179,12 +200,14 @@ def test_workers_see_what_one_rank_would(kind, n, size, workers):
     st.integers(1, 20),
     st.integers(1, 4),
     st.lists(st.sampled_from(["state", "first", "whole", "step"]), max_size=12),
+    st.sampled_from(["shard", "sharded"]),
 )
-@example(_HasState, 6, 1, ["step"] * 3)  # the state is asked for after another pass has read
-def test_passes_in_turns_leave_each_other_alone(kind, n, size, others):
+@example(_HasState, 6, 1, ["step"] * 3, "shard")  # its state is asked for when another has read
+def test_passes_in_turns_leave_each_other_alone(kind, n, size, others, source):
     """The rows of a pass are its own, whatever other loaders of the dataset do between them."""
-    dataset, ctx = kind(n), DistContext()
-    loader = fx.shard(DataLoader(dataset, batch_size=2), ctx).at(fx.Position(epoch=1))
+    assume(source == "shard" or kind is not _Draws)  # nothing seeds what a stream of a rank draws
+    dataset, ctx, plan = kind(n), DistContext(), fx.Plan(data=fx.Data(source=source))
+    loader = fx.shard(DataLoader(dataset, batch_size=2), ctx, plan).at(fx.Position(epoch=1))
     wanted = _epochs(_ranks(kind(n), size, 1, fx.Plan()), 2)
     beside, seen, rows = iter(()), [], []
     turns = itertools.chain(others, itertools.repeat("none"))
@@ -194,13 +217,13 @@ def test_passes_in_turns_leave_each_other_alone(kind, n, size, others):
             loader.state()
         if other in ("first", "whole"):
             limit = 1 if other == "first" else None
-            every = fx.shard(DataLoader(dataset, batch_size=size), ctx)
+            every = fx.shard(DataLoader(dataset, batch_size=size), ctx, plan)
             found = [row for batch in itertools.islice(every, limit) for row in batch.data.tolist()]
             assert found == wanted[0][: len(found)]
             assert len(found) == (n if other == "whole" else min(n, size))
         if other == "step":
             if not seen:
-                beside = iter(fx.shard(DataLoader(dataset, batch_size=size), ctx))
+                beside = iter(fx.shard(DataLoader(dataset, batch_size=size), ctx, plan))
             seen += next(beside).data.tolist() if len(seen) < n else []
     assert rows == wanted[1]
     assert seen == wanted[0][: len(seen)]

@@ -11,7 +11,7 @@ __all__ = ["Clock", "measure_anew"]
 
 
 class Clock:
-    """What a module finds as `time`: `monkeypatch.setattr(module, "time", Clock())`.
+    """What a module finds as `time`: see the fixture `clock_of`.
 
     Args:
         meanwhile: What others do while a module sleeps.

@@ -12,8 +12,8 @@ import fxtrain as fx
 def raises_code(code: str, *named: str) -> Iterator[pytest.ExceptionInfo[fx.FxError]]:
     """Expect an error of fxtrain with this code, whose message contains some values.
 
-    Pass what a test knows: names, numbers, paths and settings. Sentences may change; each is
-    tested where it is chosen, in a table of cases.
+    Pass what a test knows: names, numbers, paths and settings. Sentences may change; they
+    are tested in tables, such as that of `tests/test_wordings.py`.
     """
     with pytest.raises(fx.FxError) as caught:
         yield caught

@@ -89,9 +89,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.words)
-def test_a_mistake_is_told_in_one_line(mistake, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_told_in_one_line(mistake, tmp_path, monkeypatch, capsys, process_state):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "train.py").touch()
     assert main(mistake.words.split()) == 2
     told = capsys.readouterr()
@@ -286,8 +285,8 @@ def test_env_shows_another_launch_file(tmp_path, capsys):
     assert "launch.ranks: 3" in capsys.readouterr().out
 
 
-def test_the_package_is_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fxtrain", "--version"])
+def test_the_package_is_the_command(monkeypatch, capsys, process_state):
+    sys.argv[:] = ["fxtrain", "--version"]
     monkeypatch.delitem(sys.modules, "fxtrain.__main__", raising=False)  # runpy warns of it
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("fxtrain", run_name="__main__")

@@ -88,8 +88,3 @@ def test_an_error_that_quotes_another_has_the_code_of_that_one():
         "Another rank failed:\n  rank 1: x.safetensors was changed. Copy it. [FX602]"
     )
     assert str(fx.errors.LaunchError(f"Rank 1: {outer}")).count("[FX602]") == 1
-
-
-def test_an_error_of_a_call_ends_with_a_code():
-    with pytest.raises(fx.PlanError, match=r"\[FX200\]$"):
-        fx.Plan(accumulate=0)

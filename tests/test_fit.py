@@ -141,7 +141,7 @@ def test_a_loader_that_is_not_sharded_is_refused(ctx, tmp_path):
 
 def test_another_run_in_the_folder_is_refused(ctx, tmp_path):
     _fit(ctx, tmp_path)
-    with pytest.raises(fx.PlanError, match="belongs to the run"):
+    with raises_code("FX200", "resume"):
         _fit(ctx, tmp_path, resume=False)
 
 
@@ -234,13 +234,11 @@ def test_the_disk_that_checkpoints_take_is_said_once_where_all_are_kept(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_time_left_is_by_the_clock_since_the_run_was_opened(
-    ctx, tmp_path, monkeypatch, terminal
-):
+def test_the_time_left_is_by_the_clock_since_the_run_was_opened(ctx, tmp_path, clock_of, terminal):
     """Also where entries are further apart than the half minute that bars of rich look back."""
     seen, clock = io.StringIO(), itertools.chain([0.0], itertools.repeat(30.0))
     console = Console(file=seen, force_terminal=terminal, width=120)
-    monkeypatch.setattr(showing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock_of(showing, clock=SimpleNamespace(monotonic=lambda: next(clock)))
     with fx.track(tmp_path, ctx, [progress(4, every_s=0.0, console=console)]) as run:
         run.log({"loss": 0.5, "rows_per_s": 12.0, "evaluate_s": 3.0}, 3)
     assert "0:00:10 left" in seen.getvalue() and "loss 0.5" in seen.getvalue()

@@ -152,13 +152,14 @@ def test_the_last_entry_has_what_the_others_have(ctx, tmp_path, measure):
         assert all(always <= one for one in names)
 
 
-def test_speeds_are_by_the_clock_without_evaluation_and_saving(ctx, tmp_path, monkeypatch):
+def test_speeds_are_by_the_clock_without_evaluation_and_saving(
+    ctx, tmp_path, monkeypatch, clock_of
+):
     """By a clock that moves in no other place than these, each by a power of two."""
     costs = {"data": 1, "step": 2, "body": 4, "evaluate": 8, "save": 16}
     spent, written, saved = Counter(), [], fitting.save  # `written`: what was spent by an entry
     clock = SimpleNamespace(monotonic=spent.total, perf_counter=time.perf_counter)
-    for module in (fit_entries, fitting):
-        monkeypatch.setattr(module, "time", clock)
+    clock_of(fit_entries, fitting, clock=clock)
 
     def pay(part):
         spent[part] += costs[part]

@@ -1,8 +1,10 @@
 """What steps and loaders add to a loop by hand, in Python calls: exact, whatever the machine."""
 
+import functools
 import gc
 import itertools
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain import ops
 
+PACKAGE = str(Path(fx.__file__).parent)
 LIMIT = 12  # of Python functions entered
 FIT_LIMIT, LOADER_LIMIT = 9, 11  # the same, per step and per batch
+SAVE_LIMIT = 19  # the same, of fxtrain itself, per tensor
 X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
 
 
@@ -22,6 +27,10 @@ def _net():
 
 def _sgd(params):
     return torch.optim.SGD(params, lr=0.1)
+
+
+def _adam(params):
+    return torch.optim.AdamW(params, lr=0.1)
 
 
 def _loss(model, batch):
@@ -140,3 +149,19 @@ def test_a_loader_adds_few_calls_to_a_batch():
             for run in (lambda: loader, lambda: next(epochs))
         ]
     assert counts[1] - counts[0] <= LOADER_LIMIT * 100
+
+
+def test_a_save_adds_few_calls_for_a_tensor(tmp_path):
+    counts = []
+    with fx.detect({}, device="cpu") as ctx:
+        for depth in (2, 12):
+            net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(depth)))
+            model = fx.wrap(net, ctx, optimizer=_adam)
+            with ops.sync(model):
+                ops.backward(model(torch.ones(1, 2)).sum(), model)
+            ops.apply(model)
+            save = functools.partial(fx.save, tmp_path / str(depth), ctx, model)
+            names = _calls(functools.partial(save, position=fx.Position(updates=1)))
+            counts.append(sum(name.startswith(PACKAGE) for name in names))
+    tensors = 10 * 2 * 4  # a weight and a bias in each layer, each with three states
+    assert counts[1] - counts[0] <= SAVE_LIMIT * tensors

@@ -64,18 +64,11 @@ queue = theirs_installed:LAUNCHER
 """
 
 
-def _install(folder, entries):
-    info = folder / "theirs-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text(entries)
-
-
 @pytest.fixture
-def theirs(tmp_path, monkeypatch):
+def theirs(tmp_path, monkeypatch, installed):
     """The module of a package that is installed for one test."""
     (tmp_path / "theirs_installed.py").write_text(THEIRS)
-    _install(tmp_path, ENTRIES)
+    installed(ENTRIES)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module("theirs_installed")
     del sys.modules["theirs_installed"]
@@ -132,9 +125,8 @@ def test_a_collective_is_a_function_of_public_ones(theirs, pair):
         ("fxtrain.launchers.built_in.mpi:MPI", r"adds a second launcher for mpi. Uninstall one"),
     ],
 )
-def test_a_wrong_launcher_is_named(tmp_path, monkeypatch, value, words):
-    _install(tmp_path, f"[fxtrain.launchers]\nmine = {value}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_wrong_launcher_is_named(installed, value, words):
+    installed(f"[fxtrain.launchers]\nmine = {value}\n")
     with pytest.raises(fx.errors.LaunchError, match=words):
         known_launchers()
     with pytest.raises(fx.errors.LaunchError, match=words):

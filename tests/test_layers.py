@@ -114,14 +114,10 @@ def test_a_surface_is_sorted_and_there():
         assert [name for name in names if not hasattr(module, name)] == [], _name(path)
 
 
-# Where a call is for one strategy only, and refuses or ignores the plans of others; and where plans
-# are proposed and their times estimated, for the strategies that are known there.
+# Where a call is for one strategy only, and refuses or ignores the plans of others.
 OWN_CONFIGS = {
     "fxtrain/backends/deepspeed/config.py",
     "fxtrain/backends/deepspeed/setup.py",
-    "fxtrain/choosing/candidates.py",
-    "fxtrain/choosing/costs.py",
-    "fxtrain/choosing/report.py",
 }
 
 

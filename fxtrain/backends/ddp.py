@@ -35,6 +35,7 @@ from fxtrain.state import (
     DDP,
     CommHook,
     DistContext,
+    Key,
     Mesh,
     MicroBatch,
     ModelState,
@@ -324,7 +325,7 @@ def power_sgd_state(model: Wrapped) -> ModelState:
         "q": dict(hook.q_memory_dict),
         "buckets": model.engine.bucket_sizes(),
     }
-    errors = {f"{_KEY}.error.{bucket}": error for bucket, error in hook.error_dict.items()}
+    errors = {Key.of(_KEY, "error", bucket): error for bucket, error in hook.error_dict.items()}
     return attrs.evolve(state, own={**state.own, **errors}, values={**state.values, _KEY: values})
 
 
@@ -355,10 +356,10 @@ def _hook(model: Wrapped) -> Any:
 
 
 def _error(saved: StateReader, bucket: int) -> Tensor | None:
-    name = f"{_KEY}.error.{bucket}"
+    key = Key.of(_KEY, "error", bucket)
     if saved.ranks == saved.loading_ranks:
-        return saved.own(name, saved.rank)
-    tensors = own_tensor_of_ranks(saved, name)
+        return saved.own(key, saved.rank)
+    tensors = own_tensor_of_ranks(saved, key)
     return torch.stack(tensors).mean(0) if tensors else None
 
 

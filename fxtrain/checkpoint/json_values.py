@@ -22,6 +22,7 @@ from fxtrain.state import unstructure
 _MAX_DEPTH = 64
 _Read = Callable[[str], Any]
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_PLAIN = frozenset({bool, int, type(None)})  # as are texts in ASCII
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -34,12 +35,12 @@ def decode(data: Any, read: _Read, depth: int = 0) -> Any:
     Raises:
         CheckpointError: the data was not written by `encode`.
     """
+    if not isinstance(data, list | dict):
+        return data
     if depth > _MAX_DEPTH:
         raise CheckpointError("A value in the manifest is nested too deeply.", code="FX602")
     if isinstance(data, list):
         return [decode(item, read, depth + 1) for item in data]
-    if not isinstance(data, dict):
-        return data
     if "$" not in data:
         return {key: decode(item, read, depth + 1) for key, item in data.items()}
     fields = {name: value for name, value in data.items() if name != "$"}
@@ -68,19 +69,21 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
     Raises:
         CheckpointError: a leaf has another type; the message names it.
     """
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is str:
+        return value if value.isascii() else _text(value, path)
     if depth > _MAX_DEPTH:
         raise CheckpointError(
             f"{path[:80]}… is nested more than {_MAX_DEPTH} levels deep, or contains itself. "
             f"Save a flatter value."
         )
-    if value is None or type(value) in (bool, int):
-        return value
-    if type(value) is str:
-        return value if value.isascii() else _text(value, path)
     if isinstance(value, Tensor):
         return {"$": "tensor", "name": _put(value, path, tensors)}
     if type(value) is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors, depth + 1)
     if isinstance(value, Enum):  # may be an integer too
         return encode(value.value, path, tensors, depth + 1)
     return _encode_object(value, path, tensors, depth + 1)
@@ -102,12 +105,16 @@ _TEXTS: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
 def _encode_object(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if isinstance(value, PurePath):
         return str(value)
-    if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors, depth)
     for kind, tag in _SEQUENCES:
         if isinstance(value, kind):
             items = sorted(value, key=repr) if tag == "set" else value
-            encoded = [encode(item, f"{path}.{i}", tensors, depth) for i, item in enumerate(items)]
+            encoded = [
+                # Most are, such as the names of an optimizer's parameters; a call takes longer.
+                item
+                if type(item) in _PLAIN or (type(item) is str and item.isascii())
+                else encode(item, f"{path}.{number}", tensors, depth)
+                for number, item in enumerate(items)
+            ]
             return encoded if tag == "list" else {"$": tag, "items": encoded}
     for kind, tag, text in _TEXTS:
         if isinstance(value, kind):
@@ -162,9 +169,9 @@ def _encode_mapping(
 ) -> Any:
     if set(map(type, value)) <= {str} and "$" not in value:
         return {
-            key if key.isascii() else _text(key, f"{path}, a key"): encode(
-                item, f"{path}.{key}", tensors, depth
-            )
+            key if key.isascii() else _text(key, f"{path}, a key"): item
+            if type(item) in _PLAIN
+            else encode(item, f"{path}.{key}", tensors, depth)
             for key, item in value.items()
         }
     items = [

@@ -20,7 +20,8 @@ from fxtrain.checkpoint.folder_lock import Process, process_of
 from fxtrain.checkpoint.storage import MANIFEST
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.tensor_bytes import DTYPES
-from fxtrain.state import Position
+from fxtrain.state import Key, Position
+from fxtrain.state.keys import decode_key
 from fxtrain.state.parsing import parse_json
 
 FORMAT = 1
@@ -123,6 +124,11 @@ class Manifest:
         owner = self.topology.get("saver")
         return None if owner is None else process_of(owner)
 
+    def keys_of(self, model: str) -> dict[Key, str]:
+        """The keys of a model's tensors and aliases, each with its name in this manifest."""
+        decoded = [(name, decode_key(name)) for name in (*self.tensors, *self.aliases)]
+        return {key: name for name, (owner, key) in decoded if owner == model}
+
 
 class PackedTensors(Mapping[str, StoredTensor]):
     """The tensors of a manifest that another rank has read, as it sends them.
@@ -184,14 +190,17 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 def _fields(record: Any) -> dict[str, Any]:
     """The fields of a record by name; a large run has half a million of them."""
-    if not attrs.has(type(record)):
-        raise TypeError(f"a manifest cannot contain a {type(record).__name__}")
-    return {name: getattr(record, name) for name in _names(type(record))}
+    names, read = _fields_of(type(record))
+    return dict(zip(names, read(record), strict=True))
 
 
 @functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in attrs.fields(kind))
+def _fields_of(kind: type) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
+    """The names of a record's fields, and what reads them; each record here has several."""
+    if not attrs.has(kind):
+        raise TypeError(f"a manifest cannot contain a {kind.__name__}")
+    names = [*attrs.fields_dict(kind)]
+    return names, operator.attrgetter(*names)
 
 
 def load_manifest(raw: bytes, *, summary: bool = False) -> Manifest:

@@ -18,7 +18,7 @@ from fxtrain.checkpoint.folders import committed_before, find_checkpoint, latest
 from fxtrain.checkpoint.json_values import decode
 from fxtrain.checkpoint.manifest import Manifest, kinds_of, packed
 from fxtrain.checkpoint.reading import Reader, open_reader
-from fxtrain.checkpoint.snapshot import by_name, set_random_state
+from fxtrain.checkpoint.snapshot import by_name, set_random_state, values_by_name
 from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.verification import verify
 from fxtrain.errors import CheckpointError, FxError
@@ -29,6 +29,7 @@ from fxtrain.ops.transport.exchange import EMPTY
 from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import (
     DistContext,
+    Key,
     Plan,
     Position,
     StateReader,
@@ -38,6 +39,7 @@ from fxtrain.state import (
     unstructure,
 )
 from fxtrain.state.context import check_connected
+from fxtrain.state.keys import EXTRA, encode_key
 
 _LOG = logging.getLogger(__name__)
 # Where a model is, how it is computed there, and what is recorded: not how it trains.
@@ -303,18 +305,14 @@ def _restore(
 
 def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     """A reader of one model's state in a checkpoint."""
-    manifest, prefix = reader.manifest, f"{name}/"
-    kinds = kinds_of(manifest.tensors)
-    tied = {full: kinds[stored] for full, stored in manifest.aliases.items()}
+    manifest = reader.manifest
+    kinds, paths = kinds_of(manifest.tensors), manifest.keys_of(name)
+    described = {key: kinds[manifest.aliases.get(path, path)] for key, path in paths.items()}
     return StateReader(
-        shapes={
-            full.removeprefix(prefix): (shape, DTYPES[dtype])
-            for full, (dtype, shape) in {**kinds, **tied}.items()
-            if full.startswith(prefix)
-        },
-        fill=lambda short, tensor: reader.fill(prefix + short, tensor),
-        values=decode(manifest.models[name]["values"], reader.once),
-        own=_own_tensors(reader, prefix),
+        shapes={key: (shape, DTYPES[dtype]) for key, (dtype, shape) in described.items()},
+        fill=lambda key, tensor: reader.fill(paths[key], tensor),
+        values=values_by_name(decode(manifest.models[name]["values"], reader.once)),
+        own=_own_tensors(reader, name),
         ranks=len(manifest.own),
         rank=ctx.rank,
         loading_ranks=ctx.world_size,
@@ -322,15 +320,16 @@ def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     )
 
 
-def _own_tensors(reader: Reader, prefix: str) -> Any:
-    def read(name: str, rank: int) -> Tensor | None:
-        entry = reader.manifest.own[rank].get(prefix + name)
-        return None if entry is None else reader.new(prefix + name, entry)
+def _own_tensors(reader: Reader, model: str) -> Any:
+    def read(key: Key, rank: int) -> Tensor | None:
+        path = encode_key(model, key)
+        entry = reader.manifest.own[rank].get(path)
+        return None if entry is None else reader.new(path, entry)
 
     return read
 
 
-def _load_into(template: Any, data: Any, reader: Reader, path: str = "extra") -> Any:
+def _load_into(template: Any, data: Any, reader: Reader, path: str = EXTRA) -> Any:
     """Convert a saved tree to the types of a template, filling tensors and objects in place.
 
     Args:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import attrs
 import torch
-from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._reading import StrPath
@@ -35,7 +34,7 @@ from fxtrain.checkpoint.folders import (
     to_prune,
 )
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
-from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
+from fxtrain.checkpoint.snapshot import Snapshot, by_name, converted, snapshot
 from fxtrain.checkpoint.storage import LocalStorage, Storage, open_storage
 from fxtrain.checkpoint.write_plan import (
     TensorChunk,
@@ -54,7 +53,7 @@ from fxtrain.ops.standing import RunFolder
 from fxtrain.ops.transport.exchange import collect_payloads
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.transport.pickled import dump, error_text, unpickle_all
-from fxtrain.state import DistContext, Position, Wrapped
+from fxtrain.state import DistContext, Key, ModelState, Position, Wrapped
 from fxtrain.state.context import check_connected
 
 # A network file system may show a file late that another machine has written.
@@ -158,15 +157,16 @@ def save(
             raise
 
 
-def save_alone(path: StrPath, fields: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def save_alone(
+    path: StrPath, state: ModelState, aliases: Mapping[Key, Key], position: Position
+) -> str:
     """Write a state from a single process, and return the path of the checkpoint.
 
     Args:
-        fields: Those of the manifest that `snapshot` returns.
-        tensors: By name.
+        aliases: Further keys of tensors, each with the one in the state.
     """
     ctx = DistContext()
-    job, _ = _prepare(ctx, path, lambda: (fields, {**tensors}, {}, frozenset()), {}, {})
+    job, _ = _prepare(ctx, path, lambda: converted(state, aliases, position), {}, {})
     job.run(ctx)
     return job.path
 
@@ -237,8 +237,9 @@ def _prepare(
         try:
             folder = open_storage(path)
             where = str(folder)
-            fields, tensors, own, varying = capture()
-            writable = writable_chunks(tensors)
+            captured = capture()
+            fields = captured.fields
+            writable = writable_chunks(captured.tensors)
             named = None
             if ctx.is_main:
                 folder.make()
@@ -250,7 +251,8 @@ def _prepare(
                 if isinstance(folder, LocalStorage) and not run.path:
                     run.path = os.path.abspath(folder.path)
                 named = new_name(folder, fields["position"].updates), secrets.token_hex(4)
-            proposal = offers_of(writable, varying), fields["aliases"], named
+            offers = offers_of(writable, captured.varying, captured.users)
+            proposal = offers, fields["aliases"], named
         except Exception as error:  # raised below on every rank
             problem = error
         state = ctx.comm.slot(CheckpointState)
@@ -268,7 +270,7 @@ def _prepare(
             name=name,
             token=token,
             fields={**fields, "aliases": aliases},
-            chunks=chunks_to_write(ctx.rank, writers, differing, aliases, own, writable),
+            chunks=chunks_to_write(ctx.rank, writers, differing, aliases, captured.own, writable),
             rule=rule,
             lock=lock,
             state=state,

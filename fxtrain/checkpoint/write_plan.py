@@ -11,12 +11,17 @@ from torch.distributed.tensor import DTensor, Partial
 from fxtrain.checkpoint.manifest import CHUNK, Box, DataFile, StoredBox, StoredTensor, digest_of
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
-from fxtrain.ops.safetensors_header import aligned_first, to_header
+from fxtrain.ops.safetensors_header import aligned_order, to_header
 from fxtrain.ops.splitting import shard_box
 from fxtrain.ops.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard
+
+ChunkId = tuple[str, tuple[int, ...]]  # the name of a tensor, and the start of a chunk of it
+# What a rank offers to write of a chunk: bytes, a digest if the values of ranks may differ, and
+# whether those of the first rank that offers it are saved.
+Offer = tuple[int, str | None, bool]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -40,23 +45,20 @@ class TensorChunk:
     own: bool = False
 
 
-def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, TensorChunk]:
+def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[ChunkId, TensorChunk]:
     """The chunks that this rank could write of replicated and sharded tensors.
-
-    Returns:
-        Chunks by a key that is equal for the same chunk on different ranks.
 
     Raises:
         CheckpointError: a tensor cannot be written; its name is in the message.
     """
-    chunks: dict[str, TensorChunk] = {}
+    chunks: dict[ChunkId, TensorChunk] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
             raise CheckpointError(
                 f"{name} is a DTensor with unreduced (Partial) values. Redistribute it first."
             )
         for start, values in held_boxes(tensor):
-            chunks[f"{name}@{start}"] = TensorChunk(
+            chunks[name, start] = TensorChunk(
                 name=name,
                 dtype=dtype_name(values, name),
                 full_shape=tuple(tensor.shape),
@@ -84,19 +86,24 @@ def check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
 
 
 def offers_of(
-    writable: Mapping[str, TensorChunk], varying: frozenset[str]
-) -> dict[str, tuple[int, str | None]]:
-    """Bytes of the chunks that a rank could write, by key; and a digest if ranks may differ."""
-    offers: dict[str, tuple[int, str | None]] = {}
-    for key, chunk in writable.items():
+    writable: Mapping[ChunkId, TensorChunk], varying: frozenset[str], users: frozenset[str]
+) -> dict[ChunkId, Offer]:
+    """What a rank offers to write.
+
+    Args:
+        varying: Names of tensors whose values may differ between ranks.
+        users: Names of tensors of the user, which may differ too.
+    """
+    offers: dict[ChunkId, Offer] = {}
+    for chunk_id, chunk in writable.items():
         varies = chunk.name in varying
         digest = digest_of(memory_of(contiguous(chunk.tensor))) if varies else None
-        offers[key] = chunk.tensor.nbytes, digest
+        offers[chunk_id] = chunk.tensor.nbytes, digest, varies or chunk.name in users
     return offers
 
 
 def shared_aliases(
-    offers: Sequence[Mapping[str, Any]], aliases: Sequence[Mapping[str, str]]
+    offers: Sequence[Mapping[ChunkId, Any]], aliases: Sequence[Mapping[str, str]]
 ) -> dict[str, str]:
     """The aliases of a checkpoint, given those of each rank.
 
@@ -106,76 +113,70 @@ def shared_aliases(
     shared: dict[str, str] = {}
     stored: set[str] = set()
     for offered, of_rank in zip(offers, aliases, strict=True):
-        stored |= {_tensor_of(key) for key in offered} - shared.keys()
+        stored |= {name for name, _ in offered} - shared.keys()
         for name in of_rank.keys() - stored:
             shared.setdefault(name, shared.get(of_rank[name], of_rank[name]))
     return shared
 
 
 def choose_writers(
-    offers: Sequence[Mapping[str, tuple[int, str | None]]], aliases: Mapping[str, str]
-) -> tuple[dict[str, int], frozenset[str]]:
+    offers: Sequence[Mapping[ChunkId, Offer]], aliases: Mapping[str, str]
+) -> tuple[dict[ChunkId, int], frozenset[str]]:
     """Which rank writes each chunk that several could write, given `offers_of` by rank.
 
     A chunk is written by a rank that has it, so that ranks write about as many bytes each. Of
     values that may differ, and of the user's, those of the first rank are shared.
 
     Returns:
-        Ranks by the keys of these chunks; and the tensors whose values do differ.
+        The ranks of these chunks; and the tensors whose values do differ.
     """
-    holders: dict[str, list[int]] = {}
-    sizes: dict[str, int] = {}
-    digests: dict[str, str | None] = {}
-    several: set[str] = set()
+    holders: dict[ChunkId, list[int]] = {}
+    sizes: dict[ChunkId, int] = {}
+    digests: dict[ChunkId, str | None] = {}
+    several: set[ChunkId] = set()
     differing: set[str] = set()
     for holder, offered in enumerate(offers):
-        for key, (size, digest) in offered.items():
-            if key in holders:
-                several.add(key)
-            elif _tensor_of(key) in aliases:
+        for chunk, (size, digest, first_only) in offered.items():
+            if chunk in holders:
+                several.add(chunk)
+            elif chunk[0] in aliases:
                 continue
-            sizes[key] = size
-            first_only = digest is not None or key.startswith("extra")
-            if key not in holders or not first_only:
-                holders.setdefault(key, []).append(holder)
-            if digests.setdefault(key, digest) != digest:
-                differing.add(_tensor_of(key))
+            sizes[chunk] = size
+            if chunk not in holders or not first_only:
+                holders.setdefault(chunk, []).append(holder)
+            if digests.setdefault(chunk, digest) != digest:
+                differing.add(chunk[0])
     load = [0] * len(offers)
-    writers: dict[str, int] = {}
-    for negative, key in sorted((-size, key) for key, size in sizes.items()):
-        writer = min(holders[key], key=load.__getitem__)
+    writers: dict[ChunkId, int] = {}
+    for negative, chunk in sorted([(-size, chunk) for chunk, size in sizes.items()]):
+        writer = min(holders[chunk], key=load.__getitem__)
         load[writer] -= negative
-        if key in several:
-            writers[key] = writer
+        if chunk in several:
+            writers[chunk] = writer
     return writers, frozenset(differing)
 
 
 def chunks_to_write(
     rank: int,
-    writers: Mapping[str, int],
+    writers: Mapping[ChunkId, int],
     differing: frozenset[str],
     aliases: Mapping[str, str],
     own: Mapping[str, Tensor],
-    writable: Mapping[str, TensorChunk],
+    writable: Mapping[ChunkId, TensorChunk],
 ) -> list[TensorChunk]:
     """The chunks that a rank writes, given what `choose_writers` returns.
 
     A tensor whose values differ between ranks also belongs to each of them.
     """
+    largest_first = sorted([(-chunk.tensor.nbytes, each) for each, chunk in writable.items()])
     assigned = [
-        chunk
-        for key, chunk in sorted(
-            writable.items(), key=lambda item: (-item[1].tensor.nbytes, item[0])
-        )
-        if chunk.name not in aliases and writers.get(key, rank) == rank
+        writable[each]
+        for _, each in largest_first
+        if each[0] not in aliases and writers.get(each, rank) == rank
     ]
     differ = {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
     alone = writable_chunks({**own, **differ})
     return assigned + [attrs.evolve(chunk, own=True) for chunk in alone.values()]
-
-
-def _tensor_of(key: str) -> str:
-    return key.rpartition("@")[0]
 
 
 def held_boxes(tensor: Tensor | FlatShard) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -236,8 +237,10 @@ def write_chunks(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> 
     """
     if not chunks:
         return {}, []
-    ordered = sorted(chunks, key=lambda chunk: aligned_first(chunk.tensor.nbytes))
-    header, ends = to_header([_row(rank, chunk) for chunk in ordered])
+    ordered = [
+        chunks[number] for number in aligned_order([chunk.tensor.nbytes for chunk in chunks])
+    ]
+    header, ends = to_header(_rows(rank, ordered))
     name = f"rank-{rank:05d}.safetensors"
     rows: list[tuple[bool, str, str, tuple[int, ...], StoredBox]] = []
     storage.make()
@@ -275,13 +278,15 @@ def written_tensors(written: Sequence[Written], *, own: bool) -> dict[str, Store
     }
 
 
-def _row(rank: int, chunk: TensorChunk) -> tuple[str, str, list[int], int]:
-    """A chunk as the header of its file has it; complex numbers are pairs."""
-    shape = [*chunk.tensor.shape, *([2] if chunk.tensor.is_complex() else [])]
-    key = f"{chunk.name}@{','.join(map(str, chunk.start))}" if any(chunk.start) else chunk.name
-    return (
-        f"rank {rank}: {key}" if chunk.own else key,
-        STORED_DTYPES[chunk.dtype],
-        shape,
-        chunk.tensor.nbytes,
-    )
+def _rows(rank: int, chunks: Sequence[TensorChunk]) -> list[tuple[str, str, list[int], int]]:
+    """Chunks as the header of their file has them; complex numbers are pairs."""
+    rows: list[tuple[str, str, list[int], int]] = []
+    for chunk in chunks:
+        shape = [*chunk.tensor.shape, *([2] if chunk.tensor.is_complex() else [])]
+        name = chunk.name
+        if any(chunk.start):
+            name += f"@{','.join(map(str, chunk.start))}"
+        if chunk.own:
+            name = f"rank {rank}: {name}"
+        rows.append((name, STORED_DTYPES[chunk.dtype], shape, chunk.tensor.nbytes))
+    return rows

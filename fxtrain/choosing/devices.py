@@ -211,5 +211,5 @@ def read_device(device: str | Path | Device) -> Device:
     raise PlanError(
         f"{shown(str(device))} is no known device; known are {', '.join(DEVICES)}. Use one of "
         f"these, or a file that `fxtrain env --measure device.toml` wrote on such a machine."
-        f"{closest(plain, names)}"
+        f"{closest(str(device).upper(), DEVICES)}"
     )

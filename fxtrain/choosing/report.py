@@ -119,10 +119,11 @@ class Choice:
     def _parts(self) -> Iterator[RenderableType]:
         title = f"{self.rows:,} rows of an update on {self.world} x {self.device.name}"
         columns = ("plan", ">memory", ">step", ">rows/s", "limited by")
-        yield make_table(columns, [_cells(row) for row in self.table], title=title)
-        if self.advice:
-            yield plain_text(f"No plan fits. {self.advice}" if not self.table else self.advice)
-        if self.sensitivity:
+        if self.table:
+            yield make_table(columns, [_cells(row) for row in self.table], title=title)
+        else:
+            yield plain_text(f"{title}: no plan fits. {self.advice}")
+        if any(row is not None for _, row in self.sensitivity):
             rows = [
                 (text, "none of the plans that were tried" if row is None else name_row(row),
                  "" if row is None else _seconds(row.cost.seconds))

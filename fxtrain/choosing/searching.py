@@ -48,7 +48,8 @@ _IGNORED = (
 )
 _NO_NEED = "splits layers or stages of a model that half a device holds, with rows for every rank"
 _FEWER_ROWS = (
-    "fewer rows or updates than asked: the data ends, or the program takes another batch size"
+    "fewer rows or updates than asked: the data ends, or the program takes another batch size. "
+    "Use more data or fewer rows of an update, and the batch size that the program is given"
 )
 
 
@@ -121,6 +122,7 @@ class _Search:
     results: list[_Result] = attrs.field(factory=list)
     dropped: Counter[str] = attrs.field(factory=Counter)
     least: list[float] = attrs.field(factory=list)  # bytes that dropped plans need
+    own_problem: str = ""  # why the user's plan was dropped
     runs: int = 0
 
     def begin(self, answer: Mapping[str, Any]) -> None:
@@ -147,20 +149,25 @@ class _Search:
         for number, lane in enumerate(lanes(self.question, about)):
             allowed = micro_batches(self.question, lane, self.rows, self.own)
             least = least_memory(lane, run.memory)
-            if problem := about["refused"].get(str(number)):
-                self.drop(problem)
+            if refused := about["refused"].get(str(number)):
+                problem = refused
             elif not allowed:
-                self.drop(f"the {self.rows:,} rows of an update are not divisible among the ranks")
+                problem = (
+                    f"the {self.rows:,} rows of an update are not divisible among the ranks. Use a "
+                    f"multiple of the world size"
+                )
             elif least > self.memory:
                 self.least.append(least)
-                self.drop("parameters, gradients and optimizer states alone do not fit")
+                problem = "parameters, gradients and optimizer states alone do not fit"
             elif number and needs_no_split(lane, run.memory, self.question, self.memory, self.rows):
-                self.drop(_NO_NEED)
+                problem = _NO_NEED
             else:
                 attempt = with_rows(lane, self.rows, allowed[0])
                 seconds = estimated_seconds(lane, run.memory, compute_s, self.device)
                 late = _LATER if _offloads(attempt) else 0.0
                 self.add(seconds + late if number else 0.0, attempt)  # the user's own first
+                continue
+            self.drop(problem, own=not number)
 
     def add(self, seconds: float, attempt: Trial) -> None:
         """Queue a plan, unless it is known."""
@@ -168,8 +175,9 @@ class _Search:
             self.known.add(attempt)
             heapq.heappush(self.queue, (seconds, len(self.known), attempt))
 
-    def drop(self, reason: str, count: int = 1) -> None:
+    def drop(self, reason: str, count: int = 1, *, own: bool = False) -> None:
         """Count a reason; those that differ in numbers are one."""
+        self.own_problem = reason if own else self.own_problem
         plain = _NUMBER.sub("0", reason)
         same = next((text for text in self.dropped if _NUMBER.sub("0", text) == plain), reason)
         self.dropped[same] += count
@@ -192,7 +200,7 @@ class _Search:
         if isinstance(error, BrokenProcessPool):
             raise error
         if error is not None:  # of the program, under this plan
-            self.drop(f"{type(error).__name__}: {error}".splitlines()[0])
+            self.drop(f"{type(error).__name__}: {error}".splitlines()[0], own=not seconds)
             return
         answer = future.result()
         runs = {(rank, count): loads(text, DryRun) for count, rank, text in answer["runs"]}
@@ -201,9 +209,9 @@ class _Search:
         last = list(runs.values())[-1]
         expected = size * data_ranks(plan)
         if fatal:
-            self.drop(fatal[0].splitlines()[0])
+            self.drop(fatal[0].splitlines()[0], own=not seconds)
         elif last.updates < 2 or answer["about"].get("rows", expected) < expected:
-            self.drop(_FEWER_ROWS)
+            self.drop(_FEWER_ROWS, own=not seconds)
         elif not _is_followed(plan, last):
             self.drop(_IGNORED, 1 + len(self.queue))
             self.queue.clear()
@@ -261,7 +269,7 @@ class _Search:
         """The smallest change with which a plan would fit, or why none ran."""
         if not self.results:
             if not self.least:
-                return f"Every plan was dropped: {'; '.join(self.dropped)}."
+                return f"Every plan was dropped; your own, since: {self.own_problem}."
             ranks = self.question.world * math.ceil(min(self.least) / self.memory)
             return (
                 f"Parameters, gradients and optimizer states need at least "
@@ -271,7 +279,8 @@ class _Search:
         smallest = min(self.results, key=lambda result: result.memory)
         needed = smallest.memory / USABLE
         row = smallest.row(self.device)
-        named = [f" ({device.name})" for device in DEVICES.values() if device.memory >= needed]
+        known = sorted(DEVICES.values(), key=lambda device: device.memory)
+        named = [f" ({device.name})" for device in known if device.memory >= needed]
         return (
             f"The smallest plan, {name_row(row)}, needs {show_bytes(row.memory)} of each rank, and "
             f"{show_bytes(int(self.memory))} can be used. Use a device with "

@@ -110,6 +110,7 @@ def _key(program: Program, attempt: Trial, world: int, question: Question | None
     asked: list[Any] = [dumps(plan), size, world, __version__, torch.__version__]
     if question is not None:
         asked += [dumps(question.plan), sorted(question.fixed), question.world, question.node]
+        asked += [question.rows, question.own_plan]
     return hashlib.sha256(pickle.dumps(program) + repr(asked).encode()).hexdigest()
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from fxtrain.choosing.searching import search
 from fxtrain.choosing.trials import Look, batch_size
 from fxtrain.cli.output import Exit, report, warn
 from fxtrain.cli.tables import save_picture
-from fxtrain.errors import PlanError
+from fxtrain.errors import FxError, PlanError
 from fxtrain.launchers.child import become
 from fxtrain.launchers.config import LaunchConfig, launch_config, render
 from fxtrain.launchers.program import plan_variable
@@ -60,17 +61,23 @@ def choose_plan(
         rows_fixed=not batch_option,
     )
     run = partial(run_script, target, tuple(args), batch_option, json.dumps(given), module=module)
-    with _progress() as progress:
-        choice = search(
-            run,
-            question,
-            device,
-            probe=(Plan(), 0),
-            minutes=options["minutes"],
-            processes=options["processes"],
-            cache=_cache_folder(os.environ),
-            progress=progress,
-        )
+    try:
+        with _progress() as progress:
+            choice = search(
+                run,
+                question,
+                device,
+                probe=(Plan(), 0),
+                minutes=options["minutes"],
+                processes=options["processes"],
+                cache=_cache_folder(os.environ),
+                progress=progress,
+            )
+    except FxError:
+        raise
+    except Exception:  # of the program
+        traceback.print_exc()
+        return Exit.FOUND
     if picture is not None:
         save_picture(choice.plot(), picture)
     report(choice.data(), choice)

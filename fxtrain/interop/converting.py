@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from fxtrain._reading import StrPath
 from fxtrain.backends.core.optimizers import Optimizers, Params
-from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
-from fxtrain.checkpoint.snapshot import MODEL, model_facts
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.accelerate_checkpoints import read_accelerate
 from fxtrain.interop.dcp_checkpoints import is_dcp, read_dcp
@@ -19,7 +17,8 @@ from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
 from fxtrain.interop.imported import Imported, expected_layout, named_tensors
 from fxtrain.interop.megatron_checkpoints import is_megatron, read_megatron
 from fxtrain.ops.optimizer_settings import flattened
-from fxtrain.state import Plan, Position
+from fxtrain.state import Key, ModelState, Position
+from fxtrain.state.keys import OPTIMIZER, WEIGHTS
 
 
 def read_checkpoint(
@@ -121,7 +120,7 @@ def import_checkpoint(
     with expected_layout(Path(source), "a supported checkpoint"):
         weights = named_tensors(found.models[0])
         aliases = {**found.tied, **_tied(weights, module)}
-        tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in weights.items()}
+        tensors = {Key(WEIGHTS, name): tensor for name, tensor in weights.items()}
         optimizers: list[Any] = []
         for index, state in enumerate(found.optimizers):
             moments, described = _optimizer(state, index, module, weights, factory)
@@ -129,10 +128,9 @@ def import_checkpoint(
             optimizers.append(described)
         values = {"module": {}, "optimizers": optimizers, "schedulers": list(found.schedulers)}
         values["scaler"] = found.scaler
-        facts = model_facts(Plan(), encode(values, f"{MODEL}/values", tensors))
-    fields = {"models": {MODEL: facts}, "extra": None, "position": position, "metric": None}
-    fields["aliases"] = {f"{MODEL}/module.{a}": f"{MODEL}/module.{b}" for a, b in aliases.items()}
-    return save_alone(folder, fields, tensors)
+        state = ModelState(tensors=tensors, own={}, values=values)
+        keys = {Key(WEIGHTS, name): Key(WEIGHTS, stored) for name, stored in aliases.items()}
+    return save_alone(folder, state, keys, position)
 
 
 def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, str]:
@@ -153,13 +151,13 @@ def _optimizer(
     module: nn.Module | None,
     tensors: Mapping[str, Tensor],
     factory: Callable[[Params], Optimizers] | None,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of an optimizer by name, and its values as a checkpoint has them."""
+) -> tuple[dict[Key, Tensor], dict[str, Any]]:
+    """The tensors of an optimizer by key, and its values as a checkpoint has them."""
     names = _names_of(state, module, index, factory)
     named = () if module is None else module.named_parameters()
     # Scripts of other libraries pass these to optimizers too, which `fx.wrap` does not.
     frozen = {name for name, parameter in named if not parameter.requires_grad}
-    moments: dict[str, Tensor] = {}
+    moments: dict[Key, Tensor] = {}
     values: dict[str, Any] = {}
     keyed: dict[Any, Any] = {}
     for key, entries in state["state"].items():
@@ -179,7 +177,7 @@ def _optimizer(
                     f"are in a different order than the model's. Pass optimizer= the factory that "
                     f"builds it with the same groups, or False."
                 )
-            moments[f"{MODEL}/optimizer.{index}.{name}.{part}"] = value
+            moments[Key.of(OPTIMIZER, index, name, part)] = value
         values[name] = {"keys": list(entries), "plain": plain}
     groups = [
         {**group, "params": [names[key] for key in group["params"] if names[key] not in frozen]}

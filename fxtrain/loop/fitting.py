@@ -537,8 +537,8 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
         return reason, bool(due or late)
     # Rank 0 alone says whether it is late. Usually, no rank sends more than the call.
     own = (reason, late and ctx.is_main)
-    told = gather_given(("fit", "its check after an update"), own if any(own) else None, ctx)
-    reasons = [None if each is None else each[0] for each in told]
+    given = gather_given(("fit", "its check after an update"), own if any(own) else None, ctx)
+    reasons = [None if each is None else each[0] for each in given]
     gone = [rank for rank, reason in enumerate(reasons) if reason in ("left", "failed")]
     if 0 < len(gone) < len(reasons):
         ops.log(ctx).warning(
@@ -548,7 +548,7 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
             position.updates,
         )
     stop = next((why for why in _REASONS if why in reasons), None)
-    return stop, bool(due or (told[0] is not None and told[0][1]))
+    return stop, bool(due or (given[0] is not None and given[0][1]))
 
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:

@@ -20,7 +20,7 @@ from fxtrain._reading import read_file
 from fxtrain.checkpoint.storage import locked, sync_folder
 from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import parse_json_object
-from fxtrain.ops.safetensors_header import aligned_first
+from fxtrain.ops.safetensors_header import aligned_order
 from fxtrain.state import FileTensor
 
 SINGLE = "model.safetensors"
@@ -68,10 +68,8 @@ def split_into_files(
         known_as = {
             other: stored_name for other, stored_name in others.items() if stored_name in stored
         }
-        ordered = sorted(group, key=lambda entry: aligned_first(entry.nbytes))
-        files.append(
-            ModelFile(name=name, entries=tuple(ordered), metadata=known_as | {"format": "pt"})
-        )
+        ordered = tuple(group[number] for number in aligned_order([e.nbytes for e in group]))
+        files.append(ModelFile(name=name, entries=ordered, metadata=known_as | {"format": "pt"}))
     return tuple(files)
 
 

@@ -28,6 +28,7 @@ from fxtrain.models.stored_layers import saved_layers
 from fxtrain.models.tensor_sources import TensorSource, WeightSource, read_hull
 from fxtrain.ops.tensor_bytes import DTYPES
 from fxtrain.state import FileTensor, TensorIndex
+from fxtrain.state.keys import WEIGHTS
 
 
 def merge(
@@ -141,32 +142,30 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
 @contextmanager
 def _open(storage: Storage, manifest: Manifest, model: str) -> Iterator[TensorSource]:
     """The tensors of a model in a checkpoint."""
-    prefix = f"{model}/module."
+    keys = manifest.keys_of(model)
+    paths = {key.name: path for key, path in keys.items() if key.kind == WEIGHTS}
+    first: dict[str, str] = {}  # by the path that is stored
+    others: dict[str, str] = {}
     entries: dict[str, FileTensor] = {}
-    for full, stored in manifest.tensors.items():
-        name = full.removeprefix(prefix)
-        if name == full:
+    for name, path in paths.items():
+        where = manifest.aliases.get(path, path)
+        if first.setdefault(where, name) != name:
+            others[name] = first[where]
             continue
+        stored = manifest.tensors[where]
         entry = FileTensor(name=name, dtype=DTYPES[stored.dtype], shape=stored.shape)
         if len(stored.parts) == 1 and isinstance(storage, LocalStorage):
             (part,) = stored.parts  # one local file contains all of it
             place = {"path": Path(storage.path).absolute() / part.file, "start": part.offset}
             entry = attrs.evolve(entry, **place)
         entries[name] = entry
-    others = {
-        name.removeprefix(prefix): stored_name.removeprefix(prefix)
-        for name, stored_name in manifest.aliases.items()
-        if name.startswith(prefix)
-    }
 
     with open_reader(storage, manifest) as reader:
 
         def read(name: str, part: TensorIndex | None) -> Tensor:
             if not part:
-                return reader.new(prefix + name)
-            return read_hull(
-                part, entries[name].dtype, functools.partial(reader.box, prefix + name)
-            )
+                return reader.new(paths[name])
+            return read_hull(part, entries[name].dtype, functools.partial(reader.box, paths[name]))
 
         layers, metadata = saved_layers(str(storage), entries, manifest.models[model])
         yield TensorSource(

@@ -12,13 +12,18 @@ METADATA = "__metadata__"
 _ALIGNMENT = 64  # bytes; where memory is mapped, some products round differently at other addresses
 
 
-def aligned_first(nbytes: int) -> float:
-    """A key for sorting the tensors of a file so that each one's start is aligned.
+def aligned_order(sizes: Sequence[int]) -> list[int]:
+    """The order in which the tensors of a file have aligned starts, by their sizes in bytes.
 
-    A tensor starts at a multiple of the largest power of two that divides its size in bytes, since
-    that power divides the sizes of all tensors before it too. Every power divides 0.
+    A tensor starts at a multiple of the largest power of two that divides its size, since that
+    power divides the sizes of all tensors before it too. Every power divides 0.
+
+    Example:
+        >>> aligned_order([4, 64, 0])
+        [2, 1, 0]
     """
-    return -(nbytes & -nbytes) or -math.inf
+    keys = [-(size & -size) or -math.inf for size in sizes]
+    return sorted(range(len(sizes)), key=keys.__getitem__)
 
 
 def to_header(

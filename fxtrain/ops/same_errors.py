@@ -140,8 +140,8 @@ def _exchange(
     elif value is not None:
         own = (None, value)
     if src is not None:
-        told = broadcast_object(own, ctx, src)
-        rows, sent = {src: told}, [told] * ctx.world_size
+        given = broadcast_object(own, ctx, src)
+        rows, sent = {src: given}, [given] * ctx.world_size
     else:
         text = "" if problem is None else error_text(problem)
         sent = gather_given(("fail_together", "", text), own, ctx)

@@ -18,7 +18,8 @@ from fxtrain.errors import PlanError
 from fxtrain.precision.library import linear_like
 from fxtrain.precision.targets import choose_linears
 from fxtrain.precision.torchao_layers import has_float8, import_torchao, quietly
-from fxtrain.state import MX, TE, Float8, Recipe
+from fxtrain.state import MX, TE, Float8, Key, Recipe
+from fxtrain.state.keys import SCALES
 
 _NEEDED_BY = "Plan(precision=fx.Precision(compute='fp8', recipe=...))"
 
@@ -169,9 +170,9 @@ def engine_region(
     return forward
 
 
-def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dict[str, Tensor]:
+def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dict[Key, Tensor]:
     """The live scales and histories of delayed scaling; `create` makes those of unused layers."""
-    scales: dict[str, Tensor] = {}
+    scales: dict[Key, Tensor] = {}
     if recipe.scaling != "delayed":
         return scales
     for name, part in module.named_modules():
@@ -185,7 +186,7 @@ def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dic
         for way in ("scaling_fwd", "scaling_bwd"):
             if way in layer.fp8_meta:
                 meta = layer.fp8_meta[way]
-                scales |= {f"{name}.{way}.{key}": getattr(meta, key) for key in _KEYS}
+                scales |= {Key.of(SCALES, name, way, key): getattr(meta, key) for key in _KEYS}
     return scales
 
 

@@ -247,11 +247,14 @@ def fake_group(variables: Mapping[str, str]) -> Iterator[None]:
     if dist.is_initialized():
         raise ContextError("A dry run opens a process group. Close the context first.")
     at = read_topology(variables)
+    # torch sets a hook that begins each line of an error with a rank, around the one before it.
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=at.rank, world_size=at.world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 _TORCHAO = ("torchao.optim.subclass_4bit", "torchao.optim.subclass_8bit")

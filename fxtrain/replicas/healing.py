@@ -13,9 +13,7 @@ from fxtrain._version import __version__
 from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
 from fxtrain.checkpoint.json_values import decode, encode
 from fxtrain.errors import PlanError
-from fxtrain.state import Plan, Position, Wrapped, diff, structure, unstructure
-
-_SHARED, _OWN, _VALUE, _MORE = "shared/", "own/", "value/", "more/"
+from fxtrain.state import Key, Plan, Position, Wrapped, diff, structure, unstructure
 
 
 @attrs.frozen(kw_only=True)
@@ -37,30 +35,32 @@ def pack_state(
     """This rank's part of the state, in the format of safetensors: uint8, 1-D, on the CPU.
 
     `more` are tensors beside those of the model, and `facts` values that JSON can have. Takes
-    memory for two copies of the state on the host.
+    memory for two copies of the state on the host. Tensors are numbered, and the header lists what
+    each is: its part of the state, and the fields of its key, or its name.
     """
     state = model.strategy.state(model)
     inside: dict[str, Tensor] = {}
-    header = {
+    header: dict[str, Any] = {
         "versions": _versions(),
         "plan": unstructure(model.plan),
         "progress": {**attrs.asdict(progress), "position": unstructure(progress.position)},
         "facts": dict(facts or {}),
         "values": encode(state.values, "", inside),
-        "shapes": {
-            name: [list(shape), str(dtype).removeprefix("torch.")]
-            for name, (shape, dtype) in ((n, shape_and_dtype(t)) for n, t in state.tensors.items())
-        },
+        "shapes": [
+            [list(shape), str(dtype).removeprefix("torch.")]
+            for shape, dtype in map(shape_and_dtype, state.tensors.values())
+        ],
     }
-    tensors = {
-        **{_SHARED + name: local_part_of(tensor) for name, tensor in state.tensors.items()},
-        **{_OWN + name: tensor for name, tensor in state.own.items()},
-        **{_VALUE + name: tensor for name, tensor in inside.items()},
-        **{_MORE + name: tensor for name, tensor in (more or {}).items()},
-    }
+    rows = [("shared", key, local_part_of(tensor)) for key, tensor in state.tensors.items()]
+    rows += [("own", key, tensor) for key, tensor in state.own.items()]
+    keyed = [(part, [key.kind, key.name], tensor) for part, key, tensor in rows]
+    named = [("value", [name], tensor) for name, tensor in inside.items()]
+    named += [("more", [name], tensor) for name, tensor in (more or {}).items()]
+    header["tensors"] = [(part, names) for part, names, _ in [*keyed, *named]]
     # A copy of each, since the format has no tensors that share memory.
     copies = {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+        str(number): tensor.detach().to("cpu", copy=True).contiguous()
+        for number, (_, _, tensor) in enumerate([*keyed, *named])
     }
     data = save(copies, {"state": json.dumps(header)})
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -78,21 +78,26 @@ def unpack_state(
     header = _header(raw)
     _compare(header, model, local)
     tensors = load(raw)
-
-    def named(prefix: str) -> dict[str, Tensor]:
-        size = len(prefix)
-        return {name[size:]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
+    shared: dict[Key, Tensor] = {}
+    own: dict[Key, Tensor] = {}
+    inside: dict[str, Tensor] = {}
+    more: dict[str, Tensor] = {}
+    for number, (part, names) in enumerate(header["tensors"]):
+        tensor = tensors[str(number)]
+        if part in ("shared", "own"):
+            (shared if part == "shared" else own)[Key(*names)] = tensor
+        else:
+            (inside if part == "value" else more)[names[0]] = tensor
     shapes = {
-        name: (tuple(shape), getattr(torch, dtype))
-        for name, (shape, dtype) in header["shapes"].items()
+        key: (tuple(shape), getattr(torch, dtype))
+        for key, (shape, dtype) in zip(shared, header["shapes"], strict=True)
     }
-    values = decode(header["values"], named(_VALUE).__getitem__)
-    reader = memory_reader(model.ctx, shapes, named(_SHARED), named(_OWN), values)
+    values = decode(header["values"], inside.__getitem__)
+    reader = memory_reader(model.ctx, shapes, shared, own, values)
     model.strategy.load_state(model, reader)
     progress = header["progress"]
     position = structure(progress["position"], Position)
-    return Progress(**{**progress, "position": position}), named(_MORE), header["facts"]
+    return Progress(**{**progress, "position": position}), more, header["facts"]
 
 
 def _header(raw: bytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from fxtrain.state.converters import Change, diff, fingerprint, structure, unstr
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state.dry_runs import DryRun, Memory, Operator, Problem, Traffic
 from fxtrain.state.files import dumps, loads, read_plan, read_record, write_plan, write_record
+from fxtrain.state.keys import Key
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.placement import Offload, Placement, Unit
 from fxtrain.state.plan import Compile, Data, Plan, Profile
@@ -91,6 +92,7 @@ __all__ = [
     "FlatShard",
     "Float8",
     "FromConfig",
+    "Key",
     "LocalSGD",
     "LossScale",
     "MX",

@@ -14,6 +14,7 @@ from fxtrain._display import brief
 if TYPE_CHECKING:
     import torch
 
+    from fxtrain.state.keys import Key
     from fxtrain.state.strategy import MicroBatch, Round
 
 # Per dimension, the rows of the full tensor that are on this rank: a slice, or indices.
@@ -153,18 +154,20 @@ class ModelState:
     Tensors are the live ones, not copies.
 
     Attributes:
-        tensors: By name, with the same names and shapes on every rank that holds them. A
+        tensors: By key, with the same keys and shapes on every rank that holds them. A
             DTensor or a `FlatShard` is sharded; any other is the same on all ranks.
-        own: By name, tensors that belong to this rank only.
-        values: A tree of plain values and tensors, the same on every rank.
-        varies_by_rank: Names of tensors that may differ between ranks, such as the buffers of
+        own: By key, tensors that belong to this rank only.
+        values: A tree of plain values and tensors, the same on every rank. Of a mapping, the entry
+            "module" has what submodules keep beside tensors, and "base" the digests of frozen
+            weights that are left out, both by name in the state dict of the user's module.
+        varies_by_rank: Keys of tensors that may differ between ranks, such as the buffers of
             replicas; rank 0's are restored. If they differ, each rank's is saved too.
     """
 
-    tensors: Mapping[str, torch.Tensor | FlatShard] = attrs.field(repr=brief)
-    own: Mapping[str, torch.Tensor] = attrs.field(repr=brief)
+    tensors: Mapping[Key, torch.Tensor | FlatShard] = attrs.field(repr=brief)
+    own: Mapping[Key, torch.Tensor] = attrs.field(repr=brief)
     values: Any = attrs.field(repr=brief)
-    varies_by_rank: frozenset[str] = frozenset()
+    varies_by_rank: frozenset[Key] = frozenset()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -172,20 +175,20 @@ class StateReader:
     """A saved `ModelState`, read one tensor at a time.
 
     Attributes:
-        shapes: (shape, dtype) of each tensor by name.
-        fill: (name, tensor) → None; reads into a tensor, plain or sharded, or a `FlatShard`.
+        shapes: (shape, dtype) of each tensor by key.
+        fill: (key, tensor) → None; reads into a tensor, plain or sharded, or a `FlatShard`.
         values: The saved values.
-        own: (name, rank) → the tensor that belongs to a saved rank, or None.
+        own: (key, rank) → the tensor that belongs to a saved rank, or None.
         ranks: Number of ranks that saved.
         rank: This rank, among the `loading_ranks` that load.
         loading_ranks: Number of ranks that load.
         updates: Updates of the run, for a checkpoint that does not count those of its models.
     """
 
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=brief)
-    fill: Callable[[str, torch.Tensor | FlatShard], None]
+    shapes: Mapping[Key, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=brief)
+    fill: Callable[[Key, torch.Tensor | FlatShard], None]
     values: Any = attrs.field(repr=brief)
-    own: Callable[[str, int], torch.Tensor | None]
+    own: Callable[[Key, int], torch.Tensor | None]
     ranks: int
     rank: int
     loading_ranks: int

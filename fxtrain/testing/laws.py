@@ -319,6 +319,7 @@ def unused_functions(ctx: Any, task: Task, folder: str) -> list[str]:
         _use_saved(placed, task, folder, counting)
         # The small transformer generates no text; the others describe a plan and train nothing.
         wanted = functions.keys() - {"generate", "outputs_everywhere", "shards", "without_batch"}
+        wanted -= {"bubble", "in_host_memory", "overlapped", "parts"}
         plan: Plan = attrs.evolve(task.plan, local=task.plan.local or LocalSGD(every=1))
         if placed.world_size == 1 or problems_of(entry, placed, plan, new_model(task)):
             wanted -= {"average"}  # of replicas that train independently

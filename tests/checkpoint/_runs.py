@@ -108,8 +108,8 @@ def bits(tensor):
 def leaves(model):
     """Everything that decides how a model goes on, as plain tensors."""
     state = model.strategy.state(model)
-    found = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
-    found |= {f"own {name}": tensor.detach().clone() for name, tensor in state.own.items()}
+    found = {str(key): tensor.detach().clone() for key, tensor in state.tensors.items()}
+    found |= {f"own {key}": tensor.detach().clone() for key, tensor in state.own.items()}
     found["torch"] = torch.get_rng_state()
     found["python"] = torch.tensor(hash(random.getstate()))
     return found, repr(state.values)

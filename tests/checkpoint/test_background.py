@@ -14,6 +14,7 @@ import fxtrain as fx
 from fxtrain.checkpoint import saving as implementation
 from fxtrain.checkpoint.background import CheckpointState, stage
 from fxtrain.checkpoint.write_plan import writable_chunks
+from tests._errors import raises_code
 from tests._slow import slow_after
 from tests.checkpoint import _runs
 from tests.cluster._timeouts import with_timeout
@@ -70,7 +71,7 @@ def _slow(ctx, folder):
             go.set()
         saving = fx.save(folder, ctx, model, position=fx.Position(updates=1), background=True)
         if ctx.rank == 0:
-            with pytest.raises(fx.CheckpointError, match="never joined"):
+            with raises_code("FX302", "never joined"):
                 saving.result()
         fx.ops.barrier(ctx)
         go.set()

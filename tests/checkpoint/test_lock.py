@@ -16,7 +16,6 @@ from fxtrain.checkpoint import folder_lock, saving
 from fxtrain.checkpoint.folder_lock import acquire, process_of, this_process
 from fxtrain.checkpoint.folders import CheckpointInfo, to_prune
 from fxtrain.checkpoint.storage import UnreadableError, open_storage
-from tests._clock import Clock
 from tests._errors import raises_code
 from tests.checkpoint._owners import elsewhere, ended
 
@@ -30,11 +29,9 @@ def _new_folder(kind, tmp_path):
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(clock_of):
     """The clock of who waits for a sign of life."""
-    clock = Clock()
-    monkeypatch.setattr(folder_lock, "time", clock)
-    return clock
+    return clock_of(folder_lock)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -53,7 +50,7 @@ def _lock_of(folder, owner):
 
 def test_the_second_is_refused_and_told_who_saves(folder):
     lock = acquire(folder)
-    with pytest.raises(fx.CheckpointError, match=rf"in use by process {os.getpid()} on"):
+    with raises_code("FX605", f"process {os.getpid()} on"):
         acquire(folder)
     lock.release()
     acquire(folder).release()
@@ -82,7 +79,7 @@ def test_a_number_that_another_process_has_now_blocks_nobody(folder, change, clo
 
 def test_a_process_of_this_machine_that_runs_is_respected_without_waiting(folder, clock):
     _lock_of(folder, this_process())  # which sends no heartbeats
-    with pytest.raises(fx.CheckpointError, match=rf"in use by process {os.getpid()} on"):
+    with raises_code("FX605", f"process {os.getpid()} on"):
         acquire(folder)
     assert not clock.slept
 

@@ -1,5 +1,7 @@
 """From a checkpoint to a model's files, and the commands that look at checkpoints."""
 
+import errno
+import fcntl
 import json
 import shutil
 
@@ -142,19 +144,16 @@ def test_ranks_that_all_merge_write_one_model(pair, tmp_path):
         fx.load_model(out, _net())
 
 
-def test_without_locks_another_merge_is_named(tmp_path, monkeypatch):
+def test_without_locks_another_merge_is_named(tmp_path, monkeypatch, failing):
     with fx.detect(env={}, device="cpu") as ctx:
         fx.save(tmp_path / "runs", ctx, {"net": fx.wrap(_net(), ctx)})
-
-    def no_locks(*_):
-        raise OSError("no locks available")
 
     def another(entry):
         shutil.rmtree(next((tmp_path / "out").glob(".*")))
 
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    failing(fcntl, "flock", errno.ENOLCK)
     monkeypatch.setattr("fxtrain.models.merging.write_index", lambda source, _: another(source))
-    with pytest.raises(fx.CheckpointError, match="another process exports into this folder"):
+    with raises_code("FX600", "another process"):
         fx.checkpoint.merge(tmp_path / "runs", tmp_path / "out")
 
 

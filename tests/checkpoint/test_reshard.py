@@ -12,6 +12,7 @@ from fxtrain.checkpoint import reading
 from fxtrain.checkpoint.storage import LocalStorage
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests._errors import raises_code
 from tests._slow import slow_after
 
 SPLIT = fx.TP(
@@ -50,8 +51,8 @@ def _model(ctx, name):
 def _whole(model):
     state = model.strategy.state(model)
     return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in state.tensors.items()
+        str(key): (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for key, t in state.tensors.items()
     }
 
 
@@ -82,6 +83,7 @@ def _restore(ctx, folder, name):
         return found
 
 
+# One pair for each kind of layout: property_tests/test_open_windows.py draws pairs of them all.
 @pytest.mark.parametrize(
     ("first", "then"),
     slow_after(
@@ -89,17 +91,11 @@ def _restore(ctx, folder, name):
         [
             ((2, "ddp"), (2, "fsdp")),
             ((2, "fsdp"), (2, "ddp")),
-            ((2, "fsdp"), (4, "fsdp")),
             ((4, "hybrid"), (2, "zero2")),
-            ((4, "fsdp"), (1, "ddp")),
-            ((1, "ddp"), (4, "hybrid")),
             ((2, "tensor"), (1, "ddp")),
             ((2, "ddp"), (4, "both")),
-            ((4, "both"), (2, "fsdp")),
             ((4, "context"), (2, "replicas")),
-            ((2, "replicas"), (4, "context")),
             ((2, "zero1"), (4, "zero1")),
-            ((2, "zero1"), (1, "zero1")),
             ((2, "zero1"), (2, "ddp")),
             ((2, "fsdp"), (2, "zero1")),
         ],
@@ -203,7 +199,7 @@ def test_whatever_an_optimizer_keeps_is_restored(pair, places, tmp_path):
 def _refused(ctx, folder):
     model = fx.wrap(Transformer(), ctx, fx.Plan(strategy=PLACES["zero1"][0]), optimizer=Unusual)
     _train(ctx, model, 1)
-    with pytest.raises(fx.CheckpointError, match=r"optimizer\.0\..*\.history: .*Tensor"):
+    with raises_code("FX600", "optimizer.0.", ".history: ", "Tensor"):
         fx.save(folder, ctx, model, position=fx.Position(updates=1))
 
 

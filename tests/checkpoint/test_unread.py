@@ -69,13 +69,6 @@ def _fail(monkeypatch, name, code):
     monkeypatch.setattr(os, "scandir", scandir_or_fail)
 
 
-def _fail_to_read(monkeypatch, code):
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "preadv", fail)
-
-
 CODES = [errno.EACCES, errno.EMFILE]
 
 
@@ -100,10 +93,10 @@ def test_what_cannot_be_read_is_an_error(ctx, what, name, code, tmp_path, monkey
 
 
 @pytest.mark.parametrize("what", ["verify", "restore", "merge"])
-def test_a_disk_that_fails_under_the_reader_is_an_error(ctx, what, tmp_path, monkeypatch):
+def test_a_disk_that_fails_under_the_reader_is_an_error(ctx, what, tmp_path, failing):
     folder, path = str(tmp_path / "run"), str(tmp_path / "run" / "update-0000000002")
     _save(ctx, folder, 2)
-    _fail_to_read(monkeypatch, errno.EIO)
+    failing(os, "preadv", errno.EIO)
     with raises_code("FX607", "Input/output") as caught:
         READERS[what](ctx, folder, path, str(tmp_path / "out"))
     assert "damaged" not in str(caught.value)

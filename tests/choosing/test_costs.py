@@ -220,6 +220,6 @@ def test_a_better_device_is_never_slower(axis, kind, field, factor, plan):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_published_device_estimates_a_step(name):
-    run = _run(_operator(flops=10**15, size=10**9, dtype="bf16"))
+    run = _run(_operator(flops=10**15, size=10**9, dtype="fp16"))
     cost = step_cost(run, fx.Plan(), DEVICES[name])
-    assert cost.limit == "compute" and 0.1 < cost.seconds < 20
+    assert cost.limit == "compute" and 0.1 < cost.seconds < 30

@@ -9,6 +9,7 @@ from rich.console import Console
 import fxtrain as fx
 from fxtrain.choosing.trials import dry_runs
 from fxtrain.state import Problem
+from tests._errors import raises_code
 from tests.choosing._programs import DEVICE, arithmetic, question, searched
 
 
@@ -74,7 +75,7 @@ def test_parameters_that_do_not_fit_need_no_dry_run():
     choice = searched(asked, device=_with(memory=10_000_000))
     assert choice.tried == 0 and choice.table == ()
     assert "16.0 MB on each rank" in choice.advice and "16 ranks" in choice.advice
-    with pytest.raises(fx.PlanError, match="No plan fits"):
+    with raises_code("FX200"):
         choice.plan
 
 
@@ -83,7 +84,7 @@ def test_where_nothing_fits_the_smallest_change_is_named():
     choice = searched(asked, device=_with(memory=20_000_000))
     assert choice.table == () and choice.tried == 1
     assert "needs 24.0 MB of each rank, and 18.0 MB can be used" in choice.advice
-    assert "Use a device with 26.7 MB (A100)" in choice.advice
+    assert "Use a device with 26.7 MB (T4)" in choice.advice
 
 
 def test_other_devices_are_compared():
@@ -128,7 +129,7 @@ def test_a_program_that_does_not_run_at_all_is_an_error():
         problem = Problem(kind="plan", text="PlanError: no", fatal=True)
         return attrs.evolve(arithmetic(attempt, world, rank, look), problems=(problem,))
 
-    with pytest.raises(fx.PlanError, match=r"on one rank ends with a problem(.|\n)*PlanError: no"):
+    with raises_code("FX200", "one rank", "PlanError: no"):
         searched(program=refused)
 
     def broken(attempt, world, rank, look):
@@ -142,7 +143,7 @@ def test_a_model_that_is_not_wrapped_is_an_error():
     def plain(attempt, world, rank, look):
         return arithmetic(attempt, world, rank, lambda model: None)
 
-    with pytest.raises(fx.PlanError, match=r"without fx\.wrap and fx\.step"):
+    with raises_code("FX200", "fx.wrap", "fx.step"):
         searched(program=plain)
 
 
@@ -181,6 +182,17 @@ def test_answers_are_kept_until_a_file_changes(tmp_path):
     assert answer() == first and len(calls) == 1
     script.write_text("two")
     assert answer() == first and len(calls) == 2
+
+
+def test_answers_are_kept_by_the_rows_of_an_update(tmp_path):
+    def update(rows):
+        program, attempt = _Counted(()), (fx.Plan(), 2)
+        answer = dry_runs(program, attempt, 1, question(rows=rows), str(tmp_path))
+        return answer["about"]["update"]
+
+    _Counted.calls = []
+    assert [update(rows) for rows in (64, 32, None, 64)] == [64, 32, 16, 64]
+    assert len(_Counted.calls) == 3
 
 
 class _Counted:

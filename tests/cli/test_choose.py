@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import sys
 
 import pytest
 
@@ -47,14 +45,12 @@ node_latency_s = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, process_state):
     """A script and a device in a folder of their own, without an earlier answer."""
     (tmp_path / "train.py").write_text(TRAIN.replace("PLAN", "fx.given_plan(fx.Plan(seed=3))"))
     (tmp_path / "small.toml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "environ", {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -106,7 +102,7 @@ def test_exit_code_1_where_nothing_fits(folder, capsys):
     (folder / "fxtrain.toml").write_text('[plan]\nstrategy = "ddp"\n')
     assert _choose("--save", "best.toml", "train.py") == Exit.FOUND
     words = " ".join(capsys.readouterr().out.split())
-    assert "No plan fits. Parameters, gradients and optimizer states need at least" in words
+    assert "no plan fits. Parameters, gradients and optimizer states need at least" in words
     assert not (folder / "best.toml").exists()
 
 

@@ -187,7 +187,7 @@ def test_a_wrong_value_is_told_with_the_variables(good):
 
 @pytest.mark.parametrize("word", ["ranks=2", "launch.ranks", "launch..x=1", "data.x=1", "="])
 def test_a_flag_that_sets_nothing_is_an_error(word):
-    with pytest.raises(fx.PlanError, match="write a value as"):
+    with raises_code("FX200", word):
         from_flags([word])
 
 

@@ -1,8 +1,6 @@
 """`fxtrain plan`: whole scripts in a process that pretends to be one rank of many."""
 
 import json
-import os
-import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -12,7 +10,7 @@ from fxtrain.cli import Exit, main
 from tests.launched._run import FXTRAIN, ROOT, run
 from tests.profiling._dry_runs import DRY_DDP
 
-pytestmark = DRY_DDP
+pytestmark = [DRY_DDP, pytest.mark.usefixtures("process_state")]
 
 TRAIN = """
 import os, sys
@@ -41,14 +39,6 @@ def script(tmp_path):
 
 def _plan(*words, **more):
     return run(*FXTRAIN, "plan", *words, **more)
-
-
-@pytest.fixture(autouse=True)
-def unchanged(monkeypatch):
-    """What the command sets for the script is put back."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import attrs
 import click
 import pytest
 
+import fxtrain as fx
+from fxtrain.backends import built_in
 from fxtrain.cli import Exit, main
 from fxtrain.cli.questions import MachineFacts, interview
 from fxtrain.launchers.config import read_launch_file
@@ -87,9 +89,9 @@ class Mine:
     kind: Literal["mine"] = "mine"
 
 
-def test_strategies_of_installed_packages_are_choices(monkeypatch):
-    monkeypatch.setattr("fxtrain.cli.questions.installed_configs", lambda: (Mine,))
-    monkeypatch.setattr("fxtrain.state.converters.installed_configs", lambda: (Mine,))
+def test_strategies_of_installed_packages_are_choices(installed):
+    entry = attrs.evolve(built_in(fx.Single), name="Mine", config=Mine)
+    installed("[fxtrain.strategies]\nmine = somewhere:ENTRY", ENTRY=entry)
     asked, values = _asked(GPUS, kind="mine")
     assert "\n  mine: A strategy of another package.\n" in asked["plan.strategy.kind"]
     assert values["plan"]["strategy"] == {"kind": "mine"}

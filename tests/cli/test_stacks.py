@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import platform
-import sys
 import time
 
 import pytest
@@ -337,9 +336,8 @@ def test_a_run_without_progress_is_diagnosed_by_its_own_folder(tmp_path, monkeyp
         model = fx.wrap(torch.nn.Linear(2, 1), ctx, optimizer=torch.optim.SGD)
         if how == "save":
             fx.save("other run", ctx, model, position=fx.Position())
-        with fx.track("a run", ctx, ()) if how == "track" else contextlib.nullcontext():
-            told = io.StringIO()
-            monkeypatch.setattr(sys, "stderr", told)
+        run = fx.track("a run", ctx, ()) if how == "track" else contextlib.nullcontext()
+        with run, contextlib.redirect_stderr(io.StringIO()) as told:
             batch = fx.batch(torch.ones(1, 2), ctx)  # an update is progress, after which it hangs
             fx.update(ctx, batch, model, model(batch.data).mean())
             while "no progress" not in told.getvalue():  # as long as a hang lasts

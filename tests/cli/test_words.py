@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import sys
 
 import click
 import pytest
@@ -77,7 +76,7 @@ def test_no_word_ends_in_a_traceback(data, tmp_path_factory):
 def packages(tmp_path, monkeypatch):
     """Packages whose import fails, each in its way."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(str(tmp_path))
     bodies = {
         "fails": "raise RuntimeError('no')",
         "quits": "raise SystemExit(7)",

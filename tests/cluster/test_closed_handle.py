@@ -88,7 +88,7 @@ def _copy_of_handle(ctx):
 
 
 def test_a_copy_of_the_handle_is_closed_too(clusters):
-    with pytest.raises(fx.errors.StepError, match=r"this model was unwrapped"):
+    with raises_code("FX500", "unwrapped"):
         clusters[1].run(_copy_of_handle)
 
 

@@ -29,10 +29,6 @@ def test_weights_are_prepacked_for_inference_only(ctx, monkeypatch):
     plan = fx.Plan(compile=fx.Compile(prepack=True))
     fx.wrap(nn.Linear(2, 1), ctx, plan)
     assert given[0]["options"] == {"freezing": True}
-    with pytest.raises(fx.PlanError, match="prepacked weights are constants"):
-        fx.wrap(nn.Linear(2, 1), ctx, plan, optimizer=torch.optim.AdamW)
-    with pytest.raises(fx.PlanError, match="Leave backend and mode out"):
-        fx.Compile(prepack=True, mode="max-autotune")
 
 
 GRAPHS = {

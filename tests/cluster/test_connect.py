@@ -18,6 +18,7 @@ from fxtrain import ops
 from fxtrain.ops import connecting, opening, rendezvous_store
 from fxtrain.testing import Transformer, free_port
 from fxtrain.testing.cluster import starter
+from tests._errors import raises_code
 from tests.cluster._timeouts import with_timeout
 
 
@@ -46,13 +47,13 @@ def _time_is_up(*_):
 
 @pytest.mark.slow
 def test_a_missing_rank_is_named_within_the_timeout():
-    with pytest.raises(fx.errors.ContextError, match=r"waited 5 s at .* never joined: 1, 2"):
+    with raises_code("FX102", "5 s", "1, 2"):
         fx.detect(_env(0, 3, free_port()), device="cpu", timeout_s=5)
 
 
 def test_an_address_where_nobody_listens_is_named():
     port = free_port()
-    with pytest.raises(fx.errors.ContextError, match=f"127.0.0.1:{port} within 0.5 s"):
+    with raises_code("FX102", f"127.0.0.1:{port}", "0.5 s"):
         fx.detect(_env(1, 2, port), device="cpu", timeout_s=0.5)
 
 
@@ -160,9 +161,7 @@ def test_a_device_that_is_not_there_is_refused(device, words):
         fx.detect({}, device=device)
 
 
-def test_a_timeout_is_positive_and_that_of_the_context():
-    with pytest.raises(fx.errors.ContextError, match="timeout"):
-        fx.detect({}, device="cpu", timeout_s=0)
+def test_a_timeout_is_that_of_the_context():
     with fx.detect({}, device="cpu", timeout_s=7) as ctx:
         assert ctx.comm.timeout_s == 7
 

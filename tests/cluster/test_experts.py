@@ -248,7 +248,7 @@ def test_the_balance_of_models_of_transformers_is_that_of_one_process(pair, name
 
 
 def _router_logits_by_stages(ctx):
-    with pytest.raises(fx.PlanError, match="a value of an earlier stage"):
+    with raises_code("FX200", "stage"):
         _balanced(ctx, "mixtral", fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2))
 
 

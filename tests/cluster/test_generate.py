@@ -172,7 +172,7 @@ def _by_stages(ctx, config, mesh, kind):
             found[name] = model.generate(prompt, **options).tolist()
         kept = model.generate(prompt, return_dict_in_generate=True, **KINDS["greedy"])
         layers = [vars(one).get("keys") for one in kept.past_key_values.layers]
-        with pytest.raises(fx.errors.StepError, match=r"with fx\.gathered"):
+        with raises_code("FX500", "fx.gathered"):
             model.generate(prompt, use_cache=False, **KINDS["greedy"])
         return found, [one is not None for one in layers]
 

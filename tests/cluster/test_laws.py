@@ -12,11 +12,14 @@ from tests.cluster._models import PIPELINES, is_block
 
 NAMES = [law.__name__ for law in LAWS]
 
-# Each kind of strategy is held to every law at each number of ranks once. Plans that differ from
-# that one in a single thing are held to the laws that this thing could break. At one rank, a plan
-# that changes no bit of the loop, clipping included, breaks none of the others by itself.
+# Each kind of strategy is held to every law once, DDP and FSDP to each by itself, and the others to
+# those that `all_at_once` holds together in its one run. Plans that differ from that one in a
+# single thing are held to the laws that this thing could break. At one rank, a plan that changes no
+# bit of the loop, clipping included, breaks none of those that compare it with a reference.
 ONCE = ("non_finite_skips_everywhere", "resumes_where_it_stopped")
 MOST = tuple(name for name in NAMES if name not in ONCE)
+ALL = ("all_at_once", *(n for n in NAMES if n not in TOGETHER and n != "one_rank_is_the_loop"))
+ALONE_LAWS = tuple(n for n in NAMES if n not in (*TOGETHER, "every_function_is_used"))
 UNITS = ("all_at_once", "unwrap_gives_the_module_back")
 # Beside those that `all_at_once` holds together.
 REST = (
@@ -32,24 +35,18 @@ def _is_quick(n, law):
     return n > 1 or law == "one_rank_is_the_loop"
 
 
-def cases(laws, *, together=False, slow=LONG):
+def cases(laws, *, slow=LONG):
     """Number of ranks, name of a plan and name of a law, from names of laws by the first two.
 
-    `together` leaves the laws that `all_at_once` holds together to the slow ones, and `slow` those
-    that it names.
+    Those of the first plan are quick, except the laws that `slow` names.
     """
     first = next(name for _, name in laws)
     every = [(*row, law) for row, names in laws.items() for law in names]
-    if together:
-        every.append((2, first, "all_at_once"))
     return [
         pytest.param(
             *case,
             marks=[]
-            if case[1] == first
-            and _is_quick(case[0], case[2])
-            and not (together and case[2] in TOGETHER)
-            and case[2] not in slow
+            if case[1] == first and _is_quick(case[0], case[2]) and case[2] not in slow
             else SLOW,
         )
         for case in every
@@ -71,17 +68,17 @@ RESIDENT = fx.state.Placement(units=(fx.state.Unit(name="", device="cpu"),))
 
 
 @pytest.mark.parametrize(
-    ("n", "name", "law"), cases({(1, "resident"): NAMES, (2, "resident"): NAMES}, together=True)
+    ("n", "name", "law"), cases({(1, "resident"): ALONE_LAWS, (2, "resident"): ALL})
 )
 def test_offload_with_everything_resident(clusters, n, name, law):
     LAW[law](clusters[n], fx.Plan(strategy=fx.Offload(placement=RESIDENT)))
 
 
 DDP_LAWS = {
-    (1, "plain"): NAMES,
+    (1, "plain"): ALONE_LAWS,
     (2, "plain"): MOST,
     (2, "small buckets"): ("all_at_once", *REST),
-    (4, "plain"): NAMES,
+    (4, "plain"): ALL,
     (4, "small buckets"): UNITS,
 }
 
@@ -91,7 +88,7 @@ def test_ddp(clusters, n, name, law):
     LAW[law](clusters[n], DDP_PLANS[name])
 
 
-@pytest.mark.parametrize(("n", "name", "law"), cases({(2, "sharded"): NAMES}, together=True))
+@pytest.mark.parametrize(("n", "name", "law"), cases({(2, "sharded"): ALL}))
 def test_ddp_with_a_sharded_optimizer(clusters, n, name, law):
     LAW[law](clusters[n], fx.Plan(strategy=fx.DDP(shard_optimizer=True)))
 
@@ -110,7 +107,7 @@ FSDP_PLANS = {
 
 
 FSDP_LAWS = {
-    (1, "blocks of ModuleLists"): MOST,
+    (1, "blocks of ModuleLists"): tuple(name for name in ALONE_LAWS if name not in ONCE),
     (2, "blocks of ModuleLists"): NAMES,
     (2, "whole between forward and backward"): (*UNITS, "synced_each"),
     (2, "not sharded"): ("same_in_micro_batches", "same_by_tokens", *ONCE),
@@ -175,7 +172,7 @@ TP_PLANS = {
 }
 
 TP_LAWS = {
-    (2, "tensor"): MOST,
+    (2, "tensor"): tuple(name for name in ALL if name not in ONCE),
     (2, "vocabulary too"): (
         *ONCE,
         "same_clipped",
@@ -191,7 +188,7 @@ TP_LAWS = {
 }
 
 
-@pytest.mark.parametrize(("n", "name", "law"), cases(TP_LAWS, together=True))
+@pytest.mark.parametrize(("n", "name", "law"), cases(TP_LAWS))
 def test_tensor_parallel(clusters, n, name, law):
     tensor, options, mesh = TP_PLANS[name]
     LAW[law](clusters[n], fx.Plan(strategy=fx.FSDP(tensor=tensor, **options)), mesh)
@@ -212,7 +209,7 @@ CP_PLANS = {
 
 CP_LAWS = {
     (2, "shards"): ("all_at_once", "every_function_is_used", *REST),
-    (4, "and data"): NAMES,
+    (4, "and data"): ALL,
 }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from tests._errors import raises_code
 
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 PLANS = {
@@ -124,7 +125,7 @@ def test_a_loss_that_never_falls_suggests_nothing():
 def test_wrong_arguments_are_named(how):
     with (
         fx.detect(env={}, device="cpu") as ctx,
-        pytest.raises(fx.PlanError, match=next(iter(how))),
+        raises_code("FX200", next(iter(how))),
     ):
         _quadratic(ctx, **how)
 
@@ -136,7 +137,7 @@ def test_an_open_window_is_refused():
         loader = fx.shard(DataLoader(torch.ones(4, 1), batch_size=1), ctx, plan)
         fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         fx.step(ctx, next(iter(loader)), fns)
-        with pytest.raises(fx.errors.StepError, match="window is open"):
+        with raises_code("FX500", "window"):
             fx.tuning.find_lr(ctx, fns, loader)
 
 
@@ -147,5 +148,5 @@ def test_values_in_other_places_are_refused():
         model = fx.wrap(nn.Linear(1, 1), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
         loader = fx.shard(DataLoader(torch.ones(4, 1)), ctx, plan)
         fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
-        with pytest.raises(fx.PlanError, match="Offload keeps"):
+        with raises_code("FX200", "Offload"):
             fx.tuning.find_lr(ctx, fns, loader)

@@ -62,9 +62,8 @@ def test_a_step_with_meters_adds_at_most_10_python_calls(clusters):
     assert 0 < calls <= 10
 
 
-def test_time_in_the_body_is_not_waiting(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(fx.meters, "time", clock)
+def test_time_in_the_body_is_not_waiting(clock_of):
+    clock = clock_of(fx.meters)
 
     def batches():
         for number in range(3):

@@ -116,8 +116,3 @@ def test_a_running_mean_is_that_of_all_ranks(cluster):
     for mean, empty in cluster.run(_means):
         assert mean == pytest.approx(sum(totals) / (8 * cluster.n), rel=1e-12)
         assert empty != empty
-
-
-def test_what_is_no_number_has_no_mean():
-    with pytest.raises(fx.errors.DataError, match=r"found tensor\("):
-        fx.Mean().update(torch.zeros(2))

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain import CollectiveError, ops
-from fxtrain.errors import ContextError
+from tests._errors import raises_code
 from tests.cluster._timeouts import with_timeout
 
 
@@ -311,7 +311,7 @@ def test_a_lagged_check_is_settled_by_the_next_call(pair):
     ],
 )
 def test_what_is_no_context_is_refused(call):
-    with pytest.raises(ContextError, match="Check the order of the arguments"):
+    with raises_code("FX100", "order of the arguments"):
         call()
 
 

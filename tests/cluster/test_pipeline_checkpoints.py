@@ -42,7 +42,7 @@ def _saved(ctx, folder, name, first):
         fx.restore(folder, placed, model)
     state = model.strategy.state(model)
     found = {
-        key: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
+        str(key): (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
         for key, one in state.tensors.items()
     }
     if not first:

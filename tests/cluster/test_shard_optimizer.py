@@ -64,7 +64,7 @@ def _train(ctx, strategy, kind, net=None):
                 fx.ops.backward(model(x).square().mean(), model)
             fx.ops.apply(model)
     state = model.strategy.state(model)
-    held = sum(t.nbytes for name, t in state.tensors.items() if name.startswith("optimizer."))
+    held = sum(t.nbytes for key, t in state.tensors.items() if key.kind == "optimizer")
     values = {name: value.detach() for name, value in fx.unwrap(model).named_parameters()}
     own = {p.untyped_storage().nbytes() - p.nbytes for p in values.values()}
     return values, held, traffic.counts, own

@@ -21,8 +21,8 @@ STAGES = {"split": ("blocks.0", "blocks.1", "norm"), "microbatches": 4}
 PLANS = {
     "single": ((1,), fx.Single(), None),
     "ddp": ((2, 4), fx.DDP(), None),
-    "sharded optimizer": ((2, 4), fx.DDP(shard_optimizer=True), None),
-    "full": ((2, 4), fx.FSDP(), None),
+    "sharded optimizer": ((2,), fx.DDP(shard_optimizer=True), None),
+    "full": ((2,), fx.FSDP(), None),
     "grads and optimizer": ((2,), fx.FSDP(mode="grads_and_optimizer"), None),
     "hybrid": ((4,), fx.FSDP(shard=2), None),
     "tensor": ((4,), fx.FSDP(tensor=fx.TP(styles=CUTS)), fx.Mesh(shard=2, tensor=2)),
@@ -30,7 +30,7 @@ PLANS = {
     "stages": ((4,), fx.PP(stages=fx.FSDP()), fx.Mesh(pipeline=2, shard=2)),
     "in a loop": ((2,), fx.PP(**STAGES, schedule="interleaved_1f1b"), fx.Mesh(pipeline=2)),
     "there and back": ((2,), fx.PP(**STAGES, schedule="dualpipe_v"), fx.Mesh(pipeline=2)),
-    "alone": ((2, 4), fx.DDP(), None),
+    "alone": ((2,), fx.DDP(), None),
 }
 # Which share their code with another plan here.
 REPEATED = ("sharded optimizer", "grads and optimizer", "there and back", "alone")

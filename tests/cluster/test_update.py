@@ -194,7 +194,7 @@ def test_a_loss_outside_of_autocast_is_refused_with_the_lines_that_do_it(ctx, co
     with raises_code("FX502", "fx.ops.autocast(model)"):
         fx.update(ctx, batch, model, F.cross_entropy(model(batch[0]), batch[1]))
     total = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-    with pytest.raises(StepError, match=f"precision='{compute}'"):
+    with raises_code("FX502", f"precision='{compute}'"):
         fx.update(ctx, batch, model, fx.Weighted(total, len(batch[1])))
     assert fx.update(ctx, batch, model, F.cross_entropy(model(batch[0]).float(), batch[1]))
 

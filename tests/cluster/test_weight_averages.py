@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.ops.whole_tensors import full_values
 from fxtrain.testing.training import on_mesh
+from tests._errors import raises_code
 from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 
@@ -293,7 +294,7 @@ WRONG = [
 def test_wrong_arguments_are_named(name, value):
     with fx.detect(env={}, device="cpu") as ctx:
         model = fx.wrap(nn.Linear(2, 1), ctx)
-        with pytest.raises(fx.PlanError, match=rf"ema\({name}={value!r}\): choose"):
+        with raises_code("FX200", f"{name}={value!r}"):
             fx.ema(model, **{name: value})
 
 
@@ -301,7 +302,7 @@ def test_a_function_that_gives_no_decay_is_named():
     report = fx.Report(loss=torch.zeros(()), weight=1, applied=True, position=fx.Position())
     with fx.detect(env={}, device="cpu") as ctx:
         average = fx.ema(fx.wrap(nn.Linear(2, 1), ctx), decay=lambda n: 1.5, start="weights")
-        with pytest.raises(fx.PlanError, match=r"returned 1.5 for update 0. Return a number"):
+        with raises_code("FX200", "1.5", "update 0"):
             average.update(report)
         assert average.updates == 0
 

@@ -84,7 +84,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_and_works_by_hand(ctx):
         with raises_code("FX200", "LBFGS.step"):
             fx.wrap(small_net(), ctx, optimizer=lbfgs)
     net = small_net()
-    with pytest.raises(fx.PlanError, match="closure"):
+    with raises_code("FX200", "closure"):
         fx.wrap(net, ctx, optimizer=torch.optim.LBFGS(net.parameters()))
     model, batch = fx.wrap(net, ctx), _one_batch(ctx)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -139,8 +139,6 @@ def test_step_refuses_what_is_no_batch_and_no_trained_model(ctx):
         fx.step(ctx, _one_batch(ctx), fx.StepFns(model=fx.wrap(small_net(), ctx), loss=square_loss))
     with raises_code("FX500", "fx.wrap"):
         fx.StepFns(model=small_net(), loss=square_loss)
-    with pytest.raises(StepError, match="function"):
-        fx.StepFns(model=model, loss=None)
 
 
 def test_wrap_refuses_what_it_cannot_use(ctx):

@@ -259,7 +259,7 @@ def test_without_batching_items_are_dealt(workers):
     assert [b.valid.tolist() for b in found[1]] == [[True], [True], [False]]
     assert found[0][-1].position == fx.Position(index=5, samples=5, updates=3, is_last=True)
     assert found[0][-1].sizes == (1, 1)
-    with pytest.raises(fx.errors.DataError, match="single items"):
+    with raises_code("FX400", 'batch="global"'):
         fx.shard(loader, world(2)[0], fx.Plan(batch="global"))
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import fxtrain as fx
 from fxtrain.data.to_device import on_device
 from fxtrain.state import DistContext
+from tests._errors import raises_code
 from tests.data._loaders import loaders, world
 
 
@@ -33,25 +34,12 @@ def test_seven_rows_in_batches_of_three_on_two_ranks(even, expected):
     ] == [len(mine) for mine in expected]
 
 
-def test_padding_is_marked_at_the_end_of_each_rank():
-    first, second = loaders(torch.arange(7), 2, batch_size=3)
-    assert [b.valid.tolist() for b in first] == [[True] * 3, [True, False, False]]
-    assert [b.valid.tolist() for b in second] == [[True] * 3, [False] * 3]
-    assert [(b.rows, b.sizes) for b in first] == [((3, 3), (3, 3)), ((1, 0), (3, 3))]
-    assert [(b.rows, b.sizes) for b in second] == [((3, 3), (3, 3)), ((1, 0), (3, 3))]
-
-
 def test_a_tiny_dataset_is_repeated_as_often_as_needed():
     assert rows(torch.arange(2), 3, batch_size=3) == [[[0, 1, 0]], [[1, 0, 1]], [[0, 1, 0]]]
 
 
 def test_drop_last_drops():
     assert rows(torch.arange(7), 2, batch_size=3, drop_last=True) == [[[0, 1, 2]], [[3, 4, 5]]]
-
-
-def test_no_rows_no_batches():
-    assert rows(torch.arange(0), 2, batch_size=3) == [[], []]
-    assert rows(torch.arange(3), 2, fx.Plan(even="drop"), batch_size=3) == [[], []]
 
 
 def test_a_mask_of_only_real_rows_is_made_once():
@@ -140,29 +128,6 @@ def test_only_the_data_axes_split_the_data():
     assert found == [[[0], [2]], [[0], [2]], [[1], [3]], [[1], [3]]]
 
 
-def test_a_rank_that_ends_early_gets_rows_that_count_for_nothing():
-    first, second = loaders(torch.arange(7), 2, fx.Plan(even="uneven", accumulate=2), batch_size=3)
-    mine, theirs = list(first), list(second)
-    assert [b.position for b in mine] == [b.position for b in theirs]
-    last = theirs[-1]
-    assert (last.rows, last.sizes) == ((1, 0), (1, 0))
-    assert last.data.tolist() == [2, 3, 4] and last.valid.tolist() == [False] * 3
-
-
-def test_a_rank_without_any_row_takes_part_with_weight_zero():
-    found = [
-        list(mine) for mine in loaders(torch.arange(2), 3, fx.Plan(even="uneven"), batch_size=2)
-    ]
-    assert [[b.data.tolist() for b in mine] for mine in found] == [[[0, 1]], [[0, 1]], [[0, 1]]]
-    assert [b.valid.tolist() for (b,) in found] == [[True] * 2, [False] * 2, [False] * 2]
-    assert {b.sizes for (b,) in found} == {(2, 0, 0)}
-    assert [len(m) for m in loaders(torch.arange(2), 3, fx.Plan(even="uneven"), batch_size=2)] == [
-        1,
-        1,
-        1,
-    ]
-
-
 def test_a_second_shuffled_pass_warns_once_and_names_epochs():
     (loader,) = loaders(torch.arange(4), 1, batch_size=2, shuffle=True)
     next(iter(loader))  # a look is not a pass
@@ -244,12 +209,12 @@ def test_an_unknown_length_does_not_stop_list():
 @pytest.mark.parametrize(("size", "ways"), [(10, "8 or 12"), (3, "4")])
 def test_a_global_batch_that_does_not_divide_names_sizes_that_do(size, ways):
     for ctx in world(4):
-        with pytest.raises(fx.errors.DataError, match=f"Use batch_size={ways}, or"):
+        with raises_code("FX400", f"batch_size={ways}"):
             fx.shard(DataLoader(range(40), batch_size=size), ctx, fx.Plan(batch="global"))
 
 
 def test_a_distributed_sampler_is_refused():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    with pytest.raises(fx.errors.DataError, match="without it") as caught:
+    with raises_code("FX400", 'source="sharded"') as caught:
         fx.shard(DataLoader(range(8), sampler=sampler), DistContext())
     assert 'source="sharded"' in str(caught.value)

@@ -72,13 +72,14 @@ def train(ctx, plan, optimizer=sgd, loss=mean, epochs=2, size=4, scheduler=None,
 def whole_state(ctx, model):
     """The tensors and values of a model's state, put together from what each rank has of it."""
     state = model.strategy.state(model)
-    found = {n: t.detach().clone() for n, t in state.tensors.items() if isinstance(t, torch.Tensor)}
-    mine = {n: (t.start, t.values) for n, t in state.tensors.items() if n not in found}
+    tensors = {str(key): tensor for key, tensor in state.tensors.items()}
+    found = {n: t.detach().clone() for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+    mine = {n: (t.start, t.values) for n, t in tensors.items() if n not in found}
     held = fx.ops.gather_objects(mine, ctx)
     for name in mine:
         parts = sorted((one[name] for one in held), key=lambda part: part[0])
         whole = torch.cat([values for _, values in parts if len(values)])
-        found[name] = whole.view(state.tensors[name].shape)
+        found[name] = whole.view(tensors[name].shape)
     return found, state.values
 
 

@@ -3,12 +3,14 @@
 import json
 import runpy
 import signal
+import sys
 import time
 
 import attrs
 import pytest
 
 import fxtrain as fx
+from tests._errors import raises_code
 from tests._packaged_models import packaged
 from tests.launched._run import FXTRAIN, ROOT, finish, run_fork, start_fork
 
@@ -25,18 +27,18 @@ def script():
     return runpy.run_path(SCRIPT)
 
 
-def test_options_take_the_place_of_the_file(script, monkeypatch):
+def test_options_take_the_place_of_the_file(script, process_state):
     words = ["train.py", "--config", CONFIG, "--epochs", "5", "--lr", "0.5", "--max-tokens", "9"]
-    monkeypatch.setattr("sys.argv", words)
+    sys.argv[:] = words
     found = script["read_settings"]()
     assert (found.epochs, found.lr, found.max_tokens, found.warmup) == (5, 0.5, 9, 6)
     assert found.plan == attrs.evolve(script["Settings"]().plan, strategy=fx.DDP())
 
 
-def test_a_wrong_file_is_an_error_that_names_every_problem(script, monkeypatch, tmp_path):
+def test_a_wrong_file_is_an_error_that_names_every_problem(script, process_state, tmp_path):
     (tmp_path / "run.toml").write_text('epoch = 2\nlr = "1e-3"\n[plan]\nprecision = "bf17"\n')
-    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(tmp_path / "run.toml")])
-    with pytest.raises(fx.PlanError, match=r"(?s)settings\.lr.*plan\.precision.*'epochs'"):
+    sys.argv[:] = ["train.py", "--config", str(tmp_path / "run.toml")]
+    with raises_code("FX200", "settings.lr", "plan.precision", "'epochs'"):
         script["read_settings"]()
 
 

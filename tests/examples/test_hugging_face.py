@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests._errors import raises_code
 
 pytestmark = pytest.mark.recipes
 N = 200
@@ -40,7 +41,7 @@ def test_a_resumed_stream_yields_every_row_once(shuffle):
 def test_a_stream_that_is_split_by_node_is_refused():
     distributed = pytest.importorskip("datasets.distributed")
     split = distributed.split_dataset_by_node(_stream(), rank=0, world_size=2)
-    with pytest.raises(fx.errors.DataError, match="split_dataset_by_node"):
+    with raises_code("FX400", "split_dataset_by_node"):
         fx.shard(DataLoader(split, batch_size=4), fx.DistContext())
     declared = fx.Plan(data=fx.Data(source="sharded"))
     rows = _rows(fx.shard(DataLoader(split, batch_size=4), fx.DistContext(), declared))

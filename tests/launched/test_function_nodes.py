@@ -9,6 +9,7 @@ import pytest
 import fxtrain as fx
 from fxtrain.errors import LaunchError
 from fxtrain.testing import free_port
+from tests._errors import raises_code
 from tests.launched._run import PYTHON, finish, start_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -62,9 +63,6 @@ def test_all_nodes_start_again_when_a_rank_of_one_failed(tmp_path):
     ("kwargs", "text"),
     [
         ({"nodes": 2}, "2 nodes need an address to connect to"),
-        ({"nodes": 2, "node_rank": 2, "main_address": "n"}, "numbered from 0 to 1"),
-        ({"restarts": -1}, "choose a number from 0"),
-        ({"main_address": "a b"}, "expected a host name or address"),
         (
             {"nodes": 2, "node_rank": 1, "main_address": "127.0.0.1", "main_port": 1,
              "connect_timeout_s": 0.3},
@@ -81,5 +79,5 @@ def test_wrong_nodes(kwargs, text):
 def test_a_session_that_has_used_a_tpu_is_told_so(monkeypatch):
     used = types.SimpleNamespace(_XLAC=types.SimpleNamespace(_xla_runtime_is_initialized=lambda: 1))
     monkeypatch.setitem(sys.modules, "torch_xla", used)
-    with pytest.raises(LaunchError, match="XLA is initialized in this process"):
+    with raises_code("FX700", "XLA"):
         fx.launch(divmod, (7, 2), ranks=1)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.cli.launch_command import LAUNCH, spec_of
 from fxtrain.launchers.program import plan_variable
+from tests._errors import raises_code
 from tests.launched._run import FXTRAIN, run_fork
 
 
@@ -147,7 +148,7 @@ def test_what_no_file_can_hold_stays_in_the_plan_of_the_script():
 
 def test_values_that_do_not_fit_the_plan_of_the_script_are_an_error_that_names_them():
     own = fx.Plan(compile=fx.Compile(prepack=True))
-    with pytest.raises(fx.PlanError, match=r"prepack=True, backend='eager'"):
+    with raises_code("FX200", "prepack=True", "backend='eager'"):
         fx.given_plan(own, env=_variables({"compile": {"backend": "eager"}}))
 
 
@@ -195,5 +196,5 @@ def test_without_one_the_default_counts():
 @pytest.mark.parametrize("read", [fx.given_plan, fx.detect])
 @pytest.mark.parametrize("text", ["", "{", '{"sed": 1}', "3"])
 def test_a_variable_that_is_no_plan_is_named(read, text):
-    with pytest.raises(fx.PlanError, match="FXTRAIN_PLAN"):
+    with raises_code("FX200", "FXTRAIN_PLAN"):
         read(env={"FXTRAIN_PLAN": text})

@@ -8,8 +8,8 @@ import pytest
 
 from fxtrain.cli import Exit, main, rerun_commands
 from fxtrain.diagnosis import rerun
-from fxtrain.errors import CheckpointError
 from fxtrain.testing.cluster import starter
+from tests._errors import raises_code
 from tests._patience import wait_for
 from tests._slow import slow_after
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run_fork, start_fork
@@ -78,26 +78,30 @@ def test_verify_resume_says_that_a_script_is_exact():
     assert told["checkpoint"] == "update-0000000020" and told["leaves"] > 50
 
 
+@pytest.fixture
+def run_here(monkeypatch):
+    """Runs what a launcher runs on a rank in a process that has torch loaded."""
+
+    def launch(program, orders, *, ranks, cpu):
+        process = starter().Process(target=rerun.main, args=([json.dumps(orders), *program],))
+        process.start()
+        process.join(60)
+        return process.exitcode
+
+    monkeypatch.setattr(rerun_commands, "_launch", launch)
+
+
 @pytest.mark.parametrize(
     ("fault", "leaf"),
     slow_after(
         1, [("loader", "position.index"), ("ema", "extra"), ("random", "model/module.weight")]
     ),
 )
-def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf, monkeypatch, capsys):
-    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
+def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf, run_here, capsys):
     assert main(["verify-resume", str(SCRIPTS / "forgets.py"), fault]) == Exit.FOUND
     told = capsys.readouterr().out
     assert "leaves differ; the first is" in told
     assert f"the first is {leaf}" in " ".join(told.split())
-
-
-def _run_here(program, orders, *, ranks, cpu):
-    """What a launcher runs on a rank, in a process that has torch loaded."""
-    process = starter().Process(target=rerun.main, args=([json.dumps(orders), *program],))
-    process.start()
-    process.join(60)
-    return process.exitcode
 
 
 FITS = """
@@ -115,7 +119,7 @@ with fx.detect() as ctx:
 
 
 def test_verify_resume_compares_one_run_and_leaves_the_users_run_alone(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, run_here, capsys
 ):
     # A script that seeds nothing: random and NumPy start elsewhere in every process.
     (tmp_path / "train.py").write_text(FITS)
@@ -125,16 +129,14 @@ def test_verify_resume_compares_one_run_and_leaves_the_users_run_alone(
     done.join(60)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(files) > 4
-    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
     assert main(["verify-resume", "train.py"]) == Exit.WELL
     assert "leaves are bitwise equal" in capsys.readouterr().out
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_verify_resume_of_a_script_that_does_not_save(tmp_path, monkeypatch, capsys):
+def test_verify_resume_of_a_script_that_does_not_save(tmp_path, run_here, capsys):
     script = tmp_path / "train.py"
     script.write_text("print('done')\n")
-    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
     assert main(["verify-resume", str(script)]) == Exit.WRONG
     assert "It should call fx.save at least twice" in capsys.readouterr().err
 
@@ -177,13 +179,12 @@ def _lasting(folder):
 
 @pytest.mark.parametrize(("fault", "repeats"), slow_after(1, [("none", True), ("hardware", False)]))
 def test_replay_finds_an_update_that_differs_from_itself(
-    fault, repeats, tmp_path, monkeypatch, capsys
+    fault, repeats, tmp_path, run_here, capsys
 ):
     script = [str(SCRIPTS / "replayed.py"), str(tmp_path), fault]
     done = run_fork(*PYTHON, *script)
     assert done.code == 0, done.err
     before = _lasting(tmp_path)
-    monkeypatch.setattr(rerun_commands, "_launch", _run_here)
     replay = ["replay", "--checkpoint", str(tmp_path), "--update", "8", "--times", "2"]
     assert main([*replay, *script]) == (Exit.WELL if repeats else Exit.FOUND)
     told = capsys.readouterr().out
@@ -218,5 +219,5 @@ def test_replays_that_ran_other_updates_are_refused(tmp_path):
         folder.mkdir()
         lines = [json.dumps({"update": one, "losses": [], "digests": {}}) for one in updates]
         (folder / "rank-0.jsonl").write_text("\n".join(lines))
-    with pytest.raises(CheckpointError, match="did not run the same updates each time"):
+    with raises_code("FX600"):
         rerun.read_replays([tmp_path / "a", tmp_path / "b"])

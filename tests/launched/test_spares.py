@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fxtrain.cli import Exit, main
-from fxtrain.errors import LaunchError
-from fxtrain.launchers import LaunchSpec, child
+from fxtrain.launchers import child
 from tests._patience import patience, wait_for
 from tests.launched._run import FXTRAIN, SCRIPTS, run_fork
 
@@ -78,9 +77,7 @@ def _ignored(pid):
     return int(re.search(r"SigIgn:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
 
 
-def test_spares_need_restarts_and_python(capsys):
+def test_spares_need_restarts(capsys):
     script = str(SCRIPTS / "starts_again.py")
     assert main(["launch", "--spares", "1", script]) == Exit.WRONG
     assert "a spare is used when the ranks start again. Set restarts." in capsys.readouterr().err
-    with pytest.raises(LaunchError, match="a spare imports the packages of a Python script"):
-        LaunchSpec(target="/bin/true", executable=True, spares=1, restarts=1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import fxtrain as fx
-from fxtrain.errors import LaunchError
 from fxtrain.launchers import orphans
+from tests._errors import raises_code
 from tests._patience import patience, wait_for
 from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run, start
 from tests.launched.scripts.ranks import is_running, stubborn
@@ -47,7 +47,7 @@ def test_ranks_that_ignore_signals_end_after_their_launcher_was_killed(tmp_path)
 
 
 def test_children_and_daemons_of_a_function_end_with_it(tmp_path):
-    with pytest.raises(LaunchError, match="exited with code 3"):
+    with raises_code("FX700", "code 3"):
         fx.launch(stubborn, (str(tmp_path), "fail"), ranks=1, timeout_s=60 * patience())
     assert len(_pids(tmp_path)) == 3
     assert [pid for pid in _pids(tmp_path) if is_running(pid)] == []

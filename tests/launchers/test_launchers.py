@@ -38,38 +38,6 @@ class Case:
 
 CASES = [
     Case(
-        name="native",
-        spec=spec_of(ranks=2),
-        words="python -m torch.distributed.run --nnodes=1 --nproc-per-node=2 "
-        "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1 --no-python",
-        env={"OMP_NUM_THREADS": "4"},
-    ),
-    Case(
-        name="static",
-        spec=spec_of(nodes=3, node_rank=2, main_address="n0", main_port=1234, threads=3),
-        words="--nnodes=3 --rdzv-backend=static --rdzv-endpoint=n0:1234 --node-rank=2",
-        env={"OMP_NUM_THREADS": "3"},
-    ),
-    Case(
-        name="elastic",
-        spec=spec_of(nodes=4, min_nodes=2, main_address="n0", restarts=3, run_id="a", role="r"),
-        words="--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=a "
-        "--max-restarts=3 --role=r",
-        env={"OMP_NUM_THREADS": "8", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    ),
-    Case(
-        name="output",
-        spec=spec_of(log_dir="logs", redirect="err", tee="both", show_ranks=[0, 1], ranks=8),
-        words="--log-dir=logs --redirects=2 --tee=3 --local-ranks-filter=0,1",
-        env={"OMP_NUM_THREADS": "1"},
-    ),
-    Case(
-        name="gpus",
-        spec=spec_of(gpus=["2", "3"], ranks=2, bind="core-complex", monitor_interval_s=2),
-        words="--monitor-interval=2 --numa-binding=core-complex --no-python",
-        env={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"},
-    ),
-    Case(
         name="cores",
         spec=spec_of(cpu=True, ranks=4, bind="exclusive"),
         words="--no-python python script --cores=0,1/2,3/4,5/6,7 -- train.py",

@@ -1,5 +1,6 @@
 """The address and interface by which other machines reach this one."""
 
+import collections
 import socket
 import sys
 
@@ -23,15 +24,23 @@ NODE = LaunchSpec(target="t.py", nodes=2, node_rank=1, main_address="10.0.0.1")
 
 
 @pytest.fixture
-def name_is_loopback(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+def machine(monkeypatch):
+    """`machine(name=..., towards=..., own=...)`: another machine than this one."""
+
+    def be(name=None, *, towards=None, own=None):
+        if name is not None:
+            monkeypatch.setattr(socket, "gethostname", lambda: name)
+        if towards is not None:  # which address of its own it has towards a host
+            monkeypatch.setattr(_addresses, "_towards", lambda host, port: towards[host])
+            interfaces = {"lo": "127.0.0.1", **own}
+            monkeypatch.setattr(_addresses, "_interfaces", lambda: interfaces)
+
+    return be
 
 
-def test_the_way_to_the_main_address_counts(monkeypatch):
+def test_the_way_to_the_main_address_counts(machine):
     """Not the host name."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "203.0.113.9")
-    monkeypatch.setattr(_addresses, "_towards", lambda host, port: "10.0.0.2")
-    monkeypatch.setattr(_addresses, "_interfaces", lambda: {"lo": "127.0.0.1", "eth3": "10.0.0.2"})
+    machine("203.0.113.9", towards={"10.0.0.1": "10.0.0.2"}, own={"eth3": "10.0.0.2"})
     assert find_route("10.0.0.1", 29500) == FAR
 
 
@@ -43,37 +52,36 @@ def test_the_way_to_the_main_address_counts(monkeypatch):
         ({}, "", loopback_route()),
     ],
 )
-def test_a_main_name_of_loopback(monkeypatch, own, default, expected):
+def test_a_main_name_of_loopback(machine, own, default, expected):
     """As Debian's /etc/hosts has it on the main machine itself."""
-    there = {"203.0.113.1": default, "n0": "127.0.1.1"}
-    monkeypatch.setattr(_addresses, "_towards", lambda host, port: there[host])
-    monkeypatch.setattr(_addresses, "_interfaces", lambda: {"lo": "127.0.0.1", **own})
+    machine(towards={"203.0.113.1": default, "n0": "127.0.1.1"}, own=own)
     assert find_route("n0", 29500) == expected
 
 
-def test_several_networks_behind_a_main_name_of_loopback(monkeypatch):
-    own = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "ib0": "10.1.0.2"}
-    monkeypatch.setattr(_addresses, "_towards", lambda host, port: "127.0.1.1")
-    monkeypatch.setattr(_addresses, "_interfaces", lambda: own)
+def test_several_networks_behind_a_main_name_of_loopback(machine):
+    own = {"eth0": "10.0.0.2", "ib0": "10.1.0.2"}
+    machine(towards=collections.defaultdict(lambda: "127.0.1.1"), own=own)
     with raises_code("FX701", "eth0", "ib0"):
         find_route("n0", 29500)
 
 
 @pytest.mark.parametrize("towards", ["127.0.0.1", "localhost", "[::1]"])
 @pytest.mark.parametrize("name", ["203.0.113.9", "localhost"])
-def test_nodes_that_meet_on_loopback_use_it_alone(towards, name, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: name)
+def test_nodes_that_meet_on_loopback_use_it_alone(towards, name, machine):
+    machine(name)
     found = find_route(towards, 29500)
     assert found == loopback_route()
     assert set(found.env) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 
 
-def test_a_machine_without_a_way_needs_nothing(name_is_loopback):
+def test_a_machine_without_a_way_needs_nothing(machine):
+    machine("localhost")
     assert find_route("no-such-host.invalid", 29500) == Route()
     assert find_route("10.0.0.1", 29500, local="127.0.0.1") == Route()
 
 
-def test_an_address_that_is_given_counts(name_is_loopback):
+def test_an_address_that_is_given_counts(machine):
+    machine("localhost")
     found = find_route("no-such-host.invalid", 29500, local="203.0.113.9")
     assert found == Route(address="203.0.113.9")  # no interface of this machine has it
 

@@ -18,6 +18,7 @@ from fxtrain import ops
 from fxtrain.backends.pipeline.weights import open_shared_groups
 from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
 from fxtrain.testing import count_collectives, fake_world
+from tests._errors import raises_code
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,6 @@ def test_axes_of_a_mesh(rank, want):
             assert (axis.rank, axis.world_size) == (place, sizes[name])
             assert axis.comm.ranks[axis.rank] == rank
         assert ctx.axis("pipeline").world_size == ctx.axis("context").world_size == 1
-        with pytest.raises(fx.errors.MeshError, match="no such axis"):
-            ctx.axis("expert")
 
 
 def test_groups_of_stages_that_share_parameters_wait_as_long_as_the_context(monkeypatch):
@@ -83,7 +82,7 @@ def test_a_mesh_that_does_not_fit_is_refused(mesh, words):
 def test_a_mesh_that_does_not_fit_is_refused_before_a_rank_waits_for_another():
     # Nobody answers there.
     env = {"RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9"}
-    with pytest.raises(fx.errors.MeshError, match="has 6") as error:
+    with raises_code("FX110", "6") as error:
         fx.detect(env, device="cpu", mesh=fx.Mesh(replicate=-1, shard=4))
     assert isinstance(error.value, fx.PlanError) and isinstance(error.value, fx.errors.ContextError)
 
@@ -124,7 +123,7 @@ def test_a_pretended_rank_broadcasts_its_own_values():
 
 def test_a_pretended_rank_gets_nothing_from_another():
     with fake_world(8, rank=3) as ctx:
-        with pytest.raises(fx.CollectiveError, match="Run as rank 0"):
+        with raises_code("FX300", "scatter"):
             ops.scatter(None, ctx)
         assert ops.scatter([torch.tensor(rank) for rank in range(8)], ctx, src=3) == 3
 

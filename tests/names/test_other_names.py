@@ -15,6 +15,7 @@ from fxtrain.cli.launch_command import LAUNCH
 from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.config import launch_config
 from fxtrain.state import structure
+from tests._errors import raises_code
 from tests.names._answers import check_answer
 from tests.names._library_names import snapshot
 
@@ -125,7 +126,7 @@ def test_a_value_is_answered():
     for name, said in VALUES.items():
         field, _, value = name.partition(".")
         assert eval(f"fx.Plan({field}={said})", {"fx": fx})
-        with pytest.raises(fx.PlanError, match="Use ") as caught:
+        with raises_code("FX200", "Use ") as caught:
             fx.Plan(**{field: value})
         assert caught.value.message.endswith(f"Use {field}={said}.")
         with pytest.raises(fx.PlanError) as caught:

@@ -70,10 +70,8 @@ ON_DISK = {
 }
 
 
-# On one device, policies differ in what is resident, not in what is computed.
 PLACED = [
     pytest.param({"": "disk"}, id="everything"),
-    *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES),
     *(pytest.param(policy, id=name, marks=pytest.mark.slow) for name, policy in ON_DISK.items()),
 ]
 

@@ -258,7 +258,7 @@ MOVES = {
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_moving_a_streamed_model_says_what_to_do(ctx, folder, move):
     model = streamed(ctx, folder)
-    with pytest.raises(fx.PlanError, match="Wrap the model with another placement"):
+    with raises_code("FX200", "placement"):
         move(model.module)
 
 

@@ -53,32 +53,27 @@ def test_a_file_that_changes_is_an_error_with_tensor_and_offset(ctx, folder, dam
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_disk_that_fails_is_an_error_with_tensor_and_offset(ctx, folder, monkeypatch, prefetch):
+def test_a_disk_that_fails_is_an_error_with_tensor_and_offset(
+    ctx, folder, monkeypatch, failing, prefetch
+):
     model = streamed(ctx, folder, prefetch=prefetch)
-
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
     monkeypatch.setattr(mapped_files, "_populate", lambda *_: False)
     assert torch.equal(model(TOKENS), Transformer()(TOKENS))  # read by way of a buffer
     for unit in model.strategy_state.units:
         unit.in_memory = False
-    monkeypatch.setattr(os, "pread", fail)
+    failing(os, "pread", errno.EIO)
     with raises_code("FX600", "Input/output"):
         model(TOKENS)
     monkeypatch.setattr(os, "pread", lambda *_: b"short")
-    with pytest.raises(fx.CheckpointError, match=r"5 of .* bytes could be read"):
+    with raises_code("FX600", "5 of "):
         model(TOKENS)
 
 
-def test_a_full_disk_leaves_nothing_behind(ctx, tmp_path, monkeypatch, threads):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+def test_a_full_disk_leaves_nothing_behind(ctx, tmp_path, failing, threads):
+    failing(os, "fsync", errno.ENOSPC)
     config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path / "offload"))
     net = Transformer()
-    with pytest.raises(fx.CheckpointError, match=r"No space left on device\. Free some space"):
+    with raises_code("FX600", "No space left on device"):
         fx.wrap(net, ctx, fx.Plan(strategy=config))
     assert not (tmp_path / "offload").exists() and not threads()
     assert torch.equal(net(TOKENS), Transformer()(TOKENS))
@@ -88,7 +83,7 @@ def test_a_full_disk_leaves_nothing_behind(ctx, tmp_path, monkeypatch, threads):
 def test_a_folder_that_cannot_be_written(ctx, tmp_path):
     (tmp_path / "file").write_text("")
     config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path / "file" / "offload"))
-    with pytest.raises(fx.CheckpointError, match="choose a folder that this process can write"):
+    with raises_code("FX600", "folder"):
         fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
 
 
@@ -130,11 +125,8 @@ def test_a_file_that_another_rank_has_mapped_is_not_replaced(tmp_path, monkeypat
     mapped_files.check_mapping(file, "0.weight", stored.start)
 
 
-def test_a_file_system_without_links_holds_offloaded_tensors(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
+def test_a_file_system_without_links_holds_offloaded_tensors(tmp_path, failing):
+    failing(os, "link", errno.EPERM)
     for _ in range(2):
         path, stored = mapped_files.write_tensor(tmp_path, "0.weight", torch.ones(3))
         assert mapped_files.mapped(mapped_files.map_file(path), stored).tolist() == [1.0] * 3

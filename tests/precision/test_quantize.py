@@ -181,7 +181,7 @@ def test_tensors_that_do_not_fit_their_weight_are_refused(name, tmp_path):
             short = tensors[key][:-1].clone()
         save_file({**tensors, key: short}, file, metadata=metadata)
         plain = mlp(seed=1)
-        with pytest.raises(fx.CheckpointError, match=r"quantized layer 0 is") as error:
+        with pytest.raises(fx.CheckpointError, match="quantized layer 0 is") as error:
             fx.load_model(tmp_path, plain)
         assert "damaged" in str(error.value) or "in the model" in str(error.value)
         assert all(type(one) is type(other) for one, other in zip(plain, mlp(), strict=True))

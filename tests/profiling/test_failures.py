@@ -7,8 +7,8 @@ import statistics
 import attrs
 import pytest
 
-import fxtrain as fx
 from fxtrain.profiling import Failures, goodput, simulate_run
+from tests._errors import raises_code
 
 # Mean time between failures of the run, checkpoint and restart, in seconds.
 SETUPS = [(10_000, 10, 100), (10_000, 300, 60), (3_000, 60, 600), (100_000, 30, 0)]
@@ -115,12 +115,12 @@ def test_a_run_that_cannot_end_is_given_up():
     "wrong", [{"ranks": 0}, {"rank_mtbf_s": 0}, {"checkpoint_s": -1}, {"spares": -1}]
 )
 def test_wrong_setups_are_refused(wrong):
-    with pytest.raises(fx.errors.PlanError, match=next(iter(wrong))):
+    with raises_code("FX200", next(iter(wrong))):
         Failures(**{"ranks": 1, "rank_mtbf_s": 1.0, "checkpoint_s": 1.0} | wrong)
 
 
 def test_wrong_intervals_are_refused():
-    with pytest.raises(fx.errors.PlanError, match="both are times above 0"):
+    with raises_code("FX200", "interval_s"):
         simulate_run(_setup(1, 1, 1), interval_s=0, work_s=1)
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fxtrain as fx
 from fxtrain.profiling import summary
+from tests._errors import raises_code
 from tests._slow import slow_after
 from tests.profiling._dry_runs import OLD_TORCH
 
@@ -180,7 +181,7 @@ def test_an_error_in_the_loop_ends_the_profiler(ctx, tmp_path):
 
 def test_a_nested_profiler_is_refused(ctx, tmp_path):
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    running = pytest.raises(fx.errors.StepError, match="another profiler of torch is running")
+    running = raises_code("FX500", "torch")
     with torch.profiler.profile(activities=cpu), running:
         fx.profile(ctx, _spec(tmp_path)).__enter__()
 
@@ -234,7 +235,7 @@ def test_traces_of_an_earlier_profile_are_kept(ctx, tmp_path):
     spec = _spec(tmp_path, wait=0, warmup=0, active=1)
     with fx.profile(ctx, spec) as trace:
         trace.step()
-    with pytest.raises(fx.PlanError, match="traces of an earlier profile"):
+    with raises_code("FX200", str(spec.folder)):
         fx.profile(ctx, spec).__enter__()
     assert summary(spec.folder) == trace.summary
 

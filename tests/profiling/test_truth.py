@@ -94,7 +94,6 @@ def _call(loop, args, ctx):
 PLANS = {
     "plain": fx.Plan(),
     "several buckets": fx.Plan(strategy=fx.DDP(bucket_mib=0.01)),
-    "buckets apart": fx.Plan(strategy=fx.DDP(bucket_view=False)),
     "unused": fx.Plan(strategy=fx.DDP(unused_parameters=True, sync_buffers=False)),
     "static": fx.Plan(strategy=fx.DDP(static_graph=True)),
     "hook": fx.Plan(strategy=fx.DDP(hook=fx.CommHook(name="fp16"))),
@@ -102,7 +101,6 @@ PLANS = {
     "sync each": fx.Plan(accumulate=2, sync_each=True),
     "bf16": fx.Plan(precision="bf16"),
     "fp16": fx.Plan(precision="fp16", clip_norm=1.0),
-    "skip": fx.Plan(nonfinite="skip"),
     "recompute": fx.Plan(recompute=("Linear",)),
     "shared optimizer": fx.Plan(strategy=fx.DDP(shard_optimizer=True)),
     "alone": fx.Plan(local=fx.DiLoCo(every=2)),
@@ -124,7 +122,7 @@ def test_weights_travel_as_predicted(name, clusters):
     """Reduced over ranks with the checks and packets that fxtrain adds."""
     told, got = _compare(clusters[4], by_steps, PLANS[name], "weights")
     assert told.step == got["step"] and told.setup == got["setup"]
-    assert {row.kind for row in told.step} == {"all_reduce", "all_gather", "broadcast"}
+    assert {row.kind for row in told.step} == {"all_reduce", "send", "recv"}
 
 
 def test_one_rank_has_no_traffic(clusters):
@@ -139,7 +137,7 @@ def _peaks_agree(told, got):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
 def test_sharding_by_hand_is_predicted_exactly(world, replicas, clusters):
     mesh = fx.Mesh(replicate=replicas, shard=world // replicas)
     told, got = _compare(clusters[world], sharded_by_hand, replicas, mesh=mesh)

@@ -100,7 +100,7 @@ def test_a_replica_is_killed_and_comes_back(lighthouse, tmp_path, strategy, rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2)])  # of one rank: test_rounds.py
 def test_a_replica_is_killed_between_averages_and_comes_back(lighthouse, tmp_path, strategy, ranks):
     begun = []
 
@@ -145,7 +145,7 @@ def test_a_replica_is_killed_between_averages_and_comes_back(lighthouse, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2)])  # of one rank: test_rounds.py
 def test_a_frozen_replica_is_given_up_and_comes_back(lighthouse, tmp_path, strategy, ranks):
     """One rank of it is stopped, which closes no connection; `timeout_s` is 20 quiet seconds."""
     begun = [

@@ -130,7 +130,7 @@ def test_every_private_name_is_listed():
 
 def test_each_has_a_reason_and_they_do_not_become_more():
     assert all(one["why"] for one in (*NAMES.values(), *ATTRIBUTES.values()))
-    assert len(NAMES) + len(ATTRIBUTES) <= 89
+    assert len(NAMES) + len(ATTRIBUTES) <= 90
 
 
 def test_versions_are_those_that_are_tested():

@@ -13,7 +13,6 @@ import fxtrain as fx
 from fxtrain.checkpoint import folder_lock
 from fxtrain.checkpoint.folder_lock import this_process
 from fxtrain.trackers import read_run
-from tests._clock import Clock
 from tests._errors import raises_code
 from tests.launched._run import PYTHON, finish, run_fork, start_fork
 
@@ -125,17 +124,19 @@ def _foreign_lock(folder, **change):
     (folder / ".lock-run").write_text(text)
 
 
-def test_the_lock_of_a_dead_machine_is_replaced(ctx, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "time", Clock())
+@pytest.fixture
+def clock(clock_of):
+    """The clock of who waits for a sign of life."""
+    return clock_of(folder_lock)
+
+
+def test_the_lock_of_a_dead_machine_is_replaced(ctx, tmp_path, clock):
     _foreign_lock(tmp_path)
     with _track(ctx, tmp_path):
         assert json.loads((tmp_path / ".lock-run").read_text())["token"] != "ab"
 
 
-def test_the_lock_of_an_earlier_process_with_the_same_number_is_replaced(
-    ctx, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(folder_lock, "time", Clock())
+def test_the_lock_of_an_earlier_process_with_the_same_number_is_replaced(ctx, tmp_path, clock):
     _foreign_lock(tmp_path, **{**this_process(), "started": "0"})
     _track(ctx, tmp_path).close()
     assert not list(tmp_path.glob(".lock-*"))

@@ -170,11 +170,11 @@ def _killed(folder, stop):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_and_continued_has_the_same_curve(tmp_path, monkeypatch):
+def test_a_process_that_is_killed_and_continued_has_the_same_curve(tmp_path, process_state):
     for stop in (3, 13):  # before the first checkpoint, and between two
         _killed(tmp_path / "killed", stop)
     for name in ("killed", "whole"):  # to the end
-        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / name), "0"])
+        sys.argv[:] = ["", str(tmp_path / name), "0"]
         exec(SCRIPT, {})
     assert _curve(tmp_path / "killed") == _curve(tmp_path / "whole")
     assert [step for step, *_ in _curve(tmp_path / "whole")] == list(range(1, 33))

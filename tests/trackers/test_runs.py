@@ -15,6 +15,7 @@ import torch
 import fxtrain as fx
 from fxtrain.trackers import read_run
 from fxtrain.trackers.libraries.clearml import CLEARML
+from tests._errors import raises_code
 from tests.profiling._dry_runs import DRY_DDP
 from tests.trackers._trackers import HERE, own_tracker
 
@@ -190,7 +191,7 @@ def test_values_that_cannot_be_written_are_named_and_training_continues(ctx, tmp
     ],
 )
 def test_a_wrong_call_is_an_error(ctx, tmp_path, call):
-    with fx.track(tmp_path, ctx) as run, pytest.raises(fx.PlanError, match="takes a"):
+    with fx.track(tmp_path, ctx) as run, raises_code("FX200", "takes a"):
         call(run)
 
 
@@ -198,7 +199,7 @@ def test_a_closed_run_refuses_every_call(ctx, tmp_path):
     with fx.track(tmp_path, ctx) as run:
         pass
     run.close()
-    with pytest.raises(fx.PlanError, match="this run is closed"):
+    with raises_code("FX200", "closed"):
         run.log({"a": 1}, 1)
 
 

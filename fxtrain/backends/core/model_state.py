@@ -22,8 +22,8 @@ from fxtrain.errors import CheckpointError
 from fxtrain.ops import tensor_bytes
 from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name, without_compile
-from fxtrain.state import TE, DistContext, FlatShard, ModelState, StateReader, Wrapped
-from fxtrain.state.keys import SCALES, WEIGHTS, optimizer_key
+from fxtrain.state import TE, DistContext, FlatShard, Key, ModelState, StateReader, Wrapped
+from fxtrain.state.keys import OPTIMIZER, SCALES, WEIGHTS
 
 _SENDS_BUFFERS = "unfinished"
 
@@ -41,14 +41,11 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     scales = _scales(model)
     tensors |= scales
     for index, optimizer in enumerate(model.optimizers):
-        held, values = optimizer_state(
-            optimizer, optimizer_key(index), parameter_names(model.module)
-        )
+        held, values = optimizer_state(optimizer, index, parameter_names(model.module))
         tensors.update(held)
         optimizers.append(values | more_state(optimizer))
         if local_optimizer(optimizer) is not optimizer:
-            state_key = optimizer_key(index, "state")
-            own[state_key] = values_as_bytes(values["state"], optimizer_key(index))
+            own[Key.of(OPTIMIZER, index, "state")] = values_as_bytes(values["state"], index)
     tensors |= grads
     values: dict[str, Any] = {
         "module": extra,
@@ -60,7 +57,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         **frozen,
         **window,
     }
-    buffers = {WEIGHTS.key(plain_name(name)) for name, _ in model.module.named_buffers()}
+    buffers = {Key(WEIGHTS, plain_name(name)) for name, _ in model.module.named_buffers()}
     varying = buffers & tensors.keys()
     varying |= scales.keys()
     return ModelState(
@@ -71,13 +68,12 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     )
 
 
-def _scales(model: Wrapped, *, create: bool = False) -> dict[str, Tensor]:
+def _scales(model: Wrapped, *, create: bool = False) -> dict[Key, Tensor]:
     """The scales and histories of layers that compute with those of earlier steps."""
     recipe = model.plan.precision.recipe
     if not isinstance(recipe, TE):
         return {}
-    scales = _extensions.scaling_state(model.module, recipe, create=create)
-    return {SCALES.key(name): tensor for name, tensor in scales.items()}
+    return _extensions.scaling_state(model.module, recipe, create=create)
 
 
 def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()) -> None:
@@ -96,19 +92,19 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
     _check_formats(_quantized_facts(model.module), saved.values.get("quantized", {}))
     _check_base(tensors, saved.values.get("base", {}))
     _check_names(tensors, saved)
-    trained = {WEIGHTS.key(plain_name(name)) for name, _ in model.module.named_parameters()}
+    trained = {Key(WEIGHTS, plain_name(name)) for name, _ in model.module.named_parameters()}
     same = saved.ranks == saved.loading_ranks
-    for name, tensor in tensors.items():
-        saved.fill(name, tensor)
-        if name in trained and (mean := _extensions.weighted_mean(saved, name)) is not None:
+    for key, tensor in tensors.items():
+        saved.fill(key, tensor)
+        if key in trained and (mean := _extensions.weighted_mean(saved, key)) is not None:
             copy_shard(mean, tensor.detach())
-        elif same and (drifted := saved.own(name, saved.rank)) is not None:
+        elif same and (drifted := saved.own(key, saved.rank)) is not None:
             local_values(tensor).copy_(drifted)
     load_extra(model.module, saved.values["module"])
-    if any(SCALES.name(name) is not None for name in saved.shapes):
-        for name, tensor in _scales(model, create=True).items():
-            if name in saved.shapes:
-                saved.fill(name, tensor)
+    if any(key.kind == SCALES for key in saved.shapes):
+        for key, tensor in _scales(model, create=True).items():
+            if key in saved.shapes:
+                saved.fill(key, tensor)
     if model.optimizers:
         load_optimizers(model, saved, tensors.values())
     sends_buffers = saved.values.get("sends_buffers")
@@ -119,12 +115,16 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
 
 def _module_state(
     module: nn.Module, omit: Collection[str]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors: dict[str, Tensor] = {}
+) -> tuple[dict[Key, Tensor], dict[str, Any]]:
+    tensors: dict[Key, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in _extensions.stored_tensors(module).items():
-        if (name := plain_name(name)) not in omit:
-            (tensors if isinstance(value, Tensor) else extra)[WEIGHTS.key(name)] = value
+        if (name := plain_name(name)) in omit:
+            continue
+        if isinstance(value, Tensor):
+            tensors[Key(WEIGHTS, name)] = value
+        else:
+            extra[name] = value
     return tensors, extra
 
 
@@ -132,7 +132,7 @@ def _quantized_facts(module: nn.Module) -> dict[str, Any]:
     return {plain_name(name): facts for name, facts in _extensions.quantized_facts(module).items()}
 
 
-def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _take_frozen(model: Wrapped, tensors: dict[Key, Tensor]) -> dict[str, Any]:
     """Facts of quantized weights, and digests of frozen ones, which leave `tensors`.
 
     Neither is there for a plan that asks for none, so that its checkpoints stay as they were.
@@ -143,19 +143,20 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
         named = model.module.named_parameters(remove_duplicate=False)
         names = {plain_name(name) for name, parameter in named if not parameter.requires_grad}
         names |= {*map(plain_name, _extensions.quantized_tensors(model.module))}
-        base = [name for name in tensors if WEIGHTS.name(name) in names]
+        base = [key for key in tensors if key.name in names]
         values["base"] = {
-            name: tensor_bytes.digest(full_values(tensors.pop(name))) for name in base
+            key.name: tensor_bytes.digest(full_values(tensors.pop(key))) for key in base
         }
     return values
 
 
-def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
+def _check_base(tensors: dict[Key, Tensor], base: Mapping[str, str]) -> None:
     """Compare frozen tensors with their digests, and take them out of those to fill."""
+    here = {name: tensors.pop(Key(WEIGHTS, name), None) for name in base}
     problems = [
-        WEIGHTS.name(name)
-        for name, digest in base.items()
-        if name not in tensors or tensor_bytes.digest(full_values(tensors.pop(name))) != digest
+        name
+        for name, tensor in here.items()
+        if tensor is None or tensor_bytes.digest(full_values(tensor)) != base[name]
     ]
     if problems:
         raise CheckpointError(
@@ -178,24 +179,24 @@ def _check_formats(here: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
             )
 
 
-def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
-    saved_names = {name for name in saved.shapes if WEIGHTS.name(name) is not None}
+def _check_names(tensors: Mapping[Key, Tensor], saved: StateReader) -> None:
+    stored = {key for key in saved.shapes if key.kind == WEIGHTS}
     problems = [
-        f"  {WEIGHTS.name(name)} is {'only' if name in saved_names else 'not'} in the checkpoint"
-        for name in tensors.keys() ^ saved_names
+        f"  {key.name} is {'only' if key in stored else 'not'} in the checkpoint"
+        for key in tensors.keys() ^ stored
     ]
-    for name in tensors.keys() & saved_names:
-        shape, dtype = saved.shapes[name]
-        tensor = tensors[name]
+    for key in tensors.keys() & stored:
+        shape, dtype = saved.shapes[key]
+        tensor = tensors[key]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             problems.append(
-                f"  {WEIGHTS.name(name)} is {dtype} {list(shape)} in the checkpoint, but "
+                f"  {key.name} is {dtype} {list(shape)} in the checkpoint, but "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
             )
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
-        if any(saved.shapes[name][1] in HALF for name in tensors.keys() & saved_names):
+        if any(saved.shapes[key][1] in HALF for key in tensors.keys() & stored):
             more.append(
                 "Parameters that were saved in half precision need "
                 "Plan(precision=fx.Precision(..., params='keep'))."
@@ -208,7 +209,7 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
 def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
     """Restore what submodules keep beside tensors (`set_extra_state`)."""
     for name, value in extra.items():
-        path = (WEIGHTS.name(name) or name).rpartition("_extra_state")[0].rstrip(".")
+        path = name.rpartition("_extra_state")[0].rstrip(".")
         without_compile(module.get_submodule(path)).set_extra_state(value)
 
 
@@ -225,23 +226,23 @@ def shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
 
 def memory_reader(
     ctx: DistContext,
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    parts: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
+    shapes: Mapping[Key, tuple[tuple[int, ...], torch.dtype]],
+    parts: Mapping[Key, Tensor],
+    own: Mapping[Key, Tensor],
     values: Any,
 ) -> StateReader:
     """A reader for `Strategy.load_state` of a state that the same ranks hold in memory."""
 
-    def fill(name: str, tensor: Any) -> None:
+    def fill(key: Key, tensor: Any) -> None:
         with torch.no_grad():
-            local_part_of(tensor).copy_(parts[name])
+            local_part_of(tensor).copy_(parts[key])
 
     return StateReader(
         shapes=shapes,
         fill=fill,
         values=values,
         # A rank reads only its own tensors where the same ranks load.
-        own=lambda name, rank: own.get(name),
+        own=lambda key, rank: own.get(key),
         ranks=ctx.world_size,
         rank=ctx.rank,
         loading_ranks=ctx.world_size,

@@ -1,9 +1,9 @@
 """An open accumulation window in a checkpoint: what the model counted, and gradients so far.
 
-A checkpoint has each gradient twice. `grad.NAME` is the mean over all ranks, in the shape of the
-parameter: any strategy at any world size continues from it, each rank with the mean as its own
-part. What a rank itself has accumulated, reduced or not, is saved beside it, and restored bit for
-bit where the same strategy continues on the same mesh.
+A checkpoint has each gradient twice. The tensor that ranks share is the mean over all ranks, in the
+shape of the parameter: any strategy at any world size continues from it, each rank with the mean as
+its own part. What a rank itself has accumulated, reduced or not, is saved beside it, and restored
+bit for bit where the same strategy continues on the same mesh.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,17 @@ from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.ops.placeholders import fsdp_parameters
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
-from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
-from fxtrain.state.keys import GRADIENTS
+from fxtrain.state import AccumulationWindow, DistContext, Key, StateReader, Wrapped
+from fxtrain.state.keys import BEFORE, COUNTS, GRADIENTS, PLACEMENTS, SUMS, UNREDUCED
 
 # In the order of the numbers in a checkpoint.
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
-_KINDS = ("grad", "unreduced")
 _PENDING = "unsharded_accumulated_grad"
 # How a checkpoint writes the placements of a gradient: the dimension of a shard, or one of these.
 _CODES: dict[Placement, int] = {Replicate(): -1, Partial(): -2}
 
 
-def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def window_state(model: Wrapped) -> tuple[dict[Key, Tensor], dict[Key, Tensor], dict[str, Any]]:
     """Tensors of the open window, those of this rank only, and values, as in `ModelState`.
 
     Effects:
@@ -39,26 +38,26 @@ def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     own = counts_state(window)
     for name, parameter, part in _parameters(model):
         pending = None if part is None else _unreduced(part)
-        for kind, grad in (("grad", parameter.grad), ("unreduced", pending)):
+        for kind, grad in ((GRADIENTS, parameter.grad), (UNREDUCED, pending)):
             if grad is not None:
-                own[f"{kind}.{name}"] = local_values(grad)
+                own[Key(kind, name)] = local_values(grad)
                 placements = getattr(grad, "placements", ())
                 if placements != _laid_out(kind, parameter)[1]:
                     codes = [
                         how.dim if isinstance(how, Shard) else _CODES[how] for how in placements
                     ]
-                    own[f"placements.{kind}.{name}"] = torch.tensor(codes, device="cpu")
+                    own[Key.of(PLACEMENTS, kind, name)] = torch.tensor(codes, device="cpu")
     before = model.status.before_window if window.micro else None
-    own |= {f"before.{name}": value for name, value in (before or {}).items()}
+    own |= {Key(BEFORE, name): value for name, value in (before or {}).items()}
     tensors = _means(model, losses) if window.is_open else {}
     facts = {"own": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
     return tensors, own, {"window": facts}
 
 
-def counts_state(window: AccumulationWindow) -> dict[str, Tensor]:
+def counts_state(window: AccumulationWindow) -> dict[Key, Tensor]:
     """What a rank counted."""
     counts = [int(getattr(window, name)) for name in _COUNTS]
-    return {"tally": window.sums, "counts": torch.tensor(counts, device="cpu")}
+    return {Key(SUMS): window.sums, Key(COUNTS): torch.tensor(counts, device="cpu")}
 
 
 def _layout(model: Wrapped) -> str:
@@ -92,8 +91,8 @@ def _unreduced(part: Any) -> Tensor | None:
     return grad
 
 
-def _means(model: Wrapped, losses: DistContext) -> dict[str, Tensor]:
-    """By name, the mean over the ranks of the gradients so far; the same names on each of them."""
+def _means(model: Wrapped, losses: DistContext) -> dict[Key, Tensor]:
+    """The mean over the ranks of the gradients so far; the same keys on each of them."""
     shards: dict[str, Any] = {}  # reduced already
     parts: dict[str, Any] = {}
     for name, parameter, part in _parameters(model):
@@ -102,7 +101,7 @@ def _means(model: Wrapped, losses: DistContext) -> dict[str, Tensor]:
     computed = {name for name, grad in parts.items() if grad is not None}
     unreduced = set().union(*ops.gather_objects(computed, losses))
     tensors = {
-        GRADIENTS.key(name): grad
+        Key(GRADIENTS, name): grad
         for name, grad in shards.items()
         if grad is not None and name not in unreduced
     }
@@ -114,7 +113,7 @@ def _means(model: Wrapped, losses: DistContext) -> dict[str, Tensor]:
     for name, mean in ops.reduce(full, losses, op="mean").items():
         if shards[name] is not None:
             mean = mean + full_gradient(shards[name], mean)
-        tensors[GRADIENTS.key(name)] = mean
+        tensors[Key(GRADIENTS, name)] = mean
     return tensors
 
 
@@ -136,16 +135,16 @@ def load_window(model: Wrapped, saved: StateReader) -> None:
         if pending := part is not None and _PENDING in vars(part):  # until torch 2.13
             setattr(part, _PENDING, None)
         if exact and (pending or part is None):
-            grad, unreduced = [_own_grad(saved, kind, name, parameter) for kind in _KINDS]
-            parameter.grad = grad
+            parameter.grad = _own_grad(saved, GRADIENTS, name, parameter)
+            unreduced = _own_grad(saved, UNREDUCED, name, parameter)
             if unreduced is not None:
                 setattr(part, _PENDING, unreduced)
-        elif GRADIENTS.key(name) in saved.shapes:
+        elif (mean := Key(GRADIENTS, name)) in saved.shapes:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            saved.fill(GRADIENTS.key(name), parameter.grad)
+            saved.fill(mean, parameter.grad)
     rank = saved.rank if exact else 0  # they are equal between windows
     names = [name for name, _ in model.module.named_buffers()]
-    before = {name: saved.own(f"before.{name}", rank) for name in names}
+    before = {name: saved.own(Key(BEFORE, name), rank) for name in names}
     found = {n: value.to(model.ctx.device) for n, value in before.items() if value is not None}
     model.status.before_window = found or None
     windows = saved_windows(saved)
@@ -164,21 +163,21 @@ def _laid_out(kind: str, parameter: Any) -> tuple[Any, tuple[Placement, ...]]:
     An unreduced one is a DTensor only over the tensor axis, which is the last of a mesh.
     """
     mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
-    if kind == "grad" or mesh is None:
+    if kind == GRADIENTS or mesh is None:
         return mesh, placements
     return (mesh["tensor"], placements[-1:]) if "tensor" in mesh.mesh_dim_names else (None, ())
 
 
 def _own_grad(saved: StateReader, kind: str, name: str, parameter: Any) -> Tensor | None:
     """What this rank itself had accumulated of a gradient, placed as it was."""
-    local = saved.own(f"{kind}.{name}", saved.rank)
+    local = saved.own(Key(kind, name), saved.rank)
     if local is None:
         return None
     local = local.to(parameter.device)
     mesh, placements = _laid_out(kind, parameter)
     if mesh is None:
         return local
-    if (codes := saved.own(f"placements.{kind}.{name}", saved.rank)) is not None:
+    if (codes := saved.own(Key.of(PLACEMENTS, kind, name), saved.rank)) is not None:
         by_code = {code: how for how, code in _CODES.items()}
         placements = tuple(by_code[code] if code < 0 else Shard(code) for code in codes.tolist())
     shape, stride = parameter.shape, parameter.stride()
@@ -215,7 +214,7 @@ def _set_counts(window: AccumulationWindow, saved: AccumulationWindow, sums: Ten
 def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
     """The windows of all ranks that saved; empty for a checkpoint of another library."""
     pairs = zip(
-        own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
+        own_tensor_of_ranks(saved, Key(SUMS)), own_tensor_of_ranks(saved, Key(COUNTS)), strict=True
     )
     return [
         AccumulationWindow(sums=sums, **dict(zip(_COUNTS, counts.tolist(), strict=True)))

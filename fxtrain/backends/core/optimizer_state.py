@@ -17,17 +17,17 @@ from fxtrain.backends.core.optimizers import local_optimizer, optimizer_class, p
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.optimizer_settings import flattened, with_option
 from fxtrain.ops.whole_tensors import local_values, plain_name
-from fxtrain.state import StateReader, Wrapped
-from fxtrain.state.keys import optimizer_key
+from fxtrain.state import Key, StateReader, Wrapped
+from fxtrain.state.keys import OPTIMIZER
 
 _OF_TORCH = ("state", "param_groups")
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, prefix: str, names: Mapping[int, str]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's tensors by the name of their parameter, and everything else."""
-    tensors: dict[str, Tensor] = {}
+    optimizer: torch.optim.Optimizer, index: int, names: Mapping[int, str]
+) -> tuple[dict[Key, Tensor], dict[str, Any]]:
+    """The tensors of a model's optimizer of some number, and everything else."""
+    tensors: dict[Key, Tensor] = {}
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for group, named in _groups(optimizer, names):
@@ -38,7 +38,8 @@ def optimizer_state(
             if state is None:
                 continue
             held, values[name] = _split(state)
-            tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
+            for path, value in held.items():
+                tensors[Key.of(OPTIMIZER, index, name, *path)] = value
     return tensors, {
         "kind": optimizer_class(optimizer),
         "groups": groups,
@@ -88,24 +89,22 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     return map_leaves(place, value) if isinstance(value, list | tuple | dict) else value
 
 
-def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of one parameter's state, and everything else."""
-    packed = {
-        key: _extensions.pack_value(value)
-        for key, value in state.items()
-        if _extensions.is_packed(value)
-    }
-    tensors = {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and key not in packed
-    }
-    plain = {key: value for key, value in state.items() if key not in tensors and key not in packed}
+def _split(state: Mapping[str, Any]) -> tuple[dict[tuple[str, ...], Tensor], dict[str, Any]]:
+    """The tensors of one parameter's state, packed ones by two names, and everything else."""
+    tensors: dict[tuple[str, ...], Tensor] = {}
+    plain: dict[str, Any] = {}
+    packed: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            plain[key] = value
+        elif type(value) is Tensor or not _extensions.is_packed(value):
+            tensors[(key,)] = value
+        else:
+            inside, packed[key] = _extensions.pack_value(value)
+            tensors |= {(key, name): each for name, each in inside.items()}
     values: dict[str, Any] = {"keys": list(state), "plain": plain}
     if packed:
-        values["packed"] = {key: facts for key, (_, facts) in packed.items()}
-    for key, (inside, _) in packed.items():
-        tensors |= {f"{key}.{name}": value for name, value in inside.items()}
+        values["packed"] = packed
     return tensors, values
 
 
@@ -125,9 +124,8 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
     names = parameter_names(model.module)
     taken = {_data_pointer(tensor) for tensor in kept}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, states, strict=True)):
-        prefix = optimizer_key(index)
-        whole = {**values, "state": _states(values["state"], prefix, saved)}
-        _load_optimizer(optimizer, whole, prefix, names, saved, taken)
+        whole = {**values, "state": _states(values["state"], index, saved)}
+        _load_optimizer(optimizer, whole, index, names, saved, taken)
     load_schedulers(model, saved)
     if model.scaler is not None and saved.values["scaler"] is not None:
         model.scaler.load_state_dict(saved.values["scaler"])
@@ -147,15 +145,15 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
     model.status.scheduled_update = None
 
 
-def values_as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
+def values_as_bytes(states: Mapping[str, Any], index: int) -> Tensor:
     for name, state in states.items():
         for key, value in state["plain"].items():
             try:
                 json.dumps(value)
             except TypeError as error:
                 raise CheckpointError(
-                    f"{prefix}.{name}.{key}: {error}. Where ranks have optimizer states of their "
-                    f"own, a state is a tensor, or consists of numbers and strings."
+                    f"{Key.of(OPTIMIZER, index, name, key)}: {error}. Where ranks have optimizer "
+                    f"states of their own, a state is a tensor, or consists of numbers and strings."
                 ) from None
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
@@ -165,16 +163,16 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
 
 
-def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:
+def own_tensor_of_ranks(saved: StateReader, key: Key) -> list[Tensor]:
     """Each rank's own copy of a tensor, where ranks differ."""
-    tensors = [saved.own(name, rank) for rank in range(saved.ranks)]
+    tensors = [saved.own(key, rank) for rank in range(saved.ranks)]
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def _load_optimizer(
     optimizer: torch.optim.Optimizer,
     values: Mapping[str, Any],
-    prefix: str,
+    index: int,
     names: Mapping[int, str],
     saved: StateReader,
     taken: set[int],
@@ -188,7 +186,9 @@ def _load_optimizer(
     kind = optimizer_class(optimizer)
     # Checkpoints of other libraries do not name the kind.
     if values["kind"] not in (kind, "") or own != theirs:
-        was = f"{prefix} is {kind} here, and was saved as {values['kind'] or 'one'}"
+        was = (
+            f"{Key.of(OPTIMIZER, index)} is {kind} here, and was saved as {values['kind'] or 'one'}"
+        )
         lines = [] if own == theirs else _differences(own, theirs)
         raise CheckpointError(
             "\n".join(
@@ -215,7 +215,7 @@ def _load_optimizer(
             place = place_of_states(optimizer, parameter)
             read = _reader(place, old, saved, taken, fast=fast)
             part.state[parameter] = {
-                key: _read_value(state, key, partial(read, f"{prefix}.{name}"), parameter, place)
+                key: _read_value(state, key, partial(read, index, name), parameter, place)
                 for key in state["keys"]
             }
 
@@ -223,7 +223,7 @@ def _load_optimizer(
 def _read_value(
     state: Mapping[str, Any],
     key: str,
-    read: Callable[[str], Tensor],
+    read: Callable[..., Tensor],
     parameter: Tensor,
     place: Tensor,
 ) -> Any:
@@ -233,7 +233,7 @@ def _read_value(
     packed = state.get("packed", {})
     if key not in packed:
         return read(key)
-    return _extensions.unpack_value(packed[key], lambda name: read(f"{key}.{name}"), parameter)
+    return _extensions.unpack_value(packed[key], partial(read, key), parameter)
 
 
 def _differences(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[str]:
@@ -254,10 +254,10 @@ def _differences(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) 
     return lines or ["  The groups have the same parameters, in another order."]
 
 
-def _states(states: Mapping[str, Any], prefix: str, saved: StateReader) -> Mapping[str, Any]:
+def _states(states: Mapping[str, Any], index: int, saved: StateReader) -> Mapping[str, Any]:
     """Which state an optimizer keeps for which parameter, on all ranks together."""
     every = dict(states)
-    for each in own_tensor_of_ranks(saved, f"{prefix}.state"):
+    for each in own_tensor_of_ranks(saved, Key.of(OPTIMIZER, index, "state")):
         every = {**values_from_bytes(each), **every}
     return every
 
@@ -274,26 +274,26 @@ def _reader(
     taken: set[int],
     *,
     fast: bool,
-) -> Callable[[str, str], Tensor]:
+) -> Callable[..., Tensor]:
     """How to create a parameter's state: sharded like the parameter, if it has its shape.
 
     An existing state is filled in place, which saves memory, unless its memory is already
     `taken`; `taken` is extended.
     """
 
-    def read(prefix: str, key: str) -> Tensor:
-        name = f"{prefix}.{key}"
-        shape, dtype = saved.shapes[name]
-        current: Any = old.get(key)
+    def read(index: int, name: str, *path: str) -> Tensor:
+        key = Key.of(OPTIMIZER, index, name, *path)
+        shape, dtype = saved.shapes[key]
+        current: Any = old.get(path[0]) if len(path) == 1 else None
         if shape == tuple(parameter.shape) and _reusable(current, parameter, dtype, taken):
             tensor = current
         elif shape == tuple(parameter.shape):
             tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # torch counts steps on the host, unless a kernel reads the count.
-            on_host = key == "step" and not fast
+            on_host = path == ("step",) and not fast
             tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
-        saved.fill(name, tensor)
+        saved.fill(key, tensor)
         return tensor
 
     return read

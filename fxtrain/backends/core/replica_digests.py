@@ -25,13 +25,13 @@ from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import rank_loss_guard, settle
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.state import DistContext, Wrapped
-from fxtrain.state.keys import GRADIENTS, optimizer_key
+from fxtrain.state import DistContext, Key, Wrapped
+from fxtrain.state.keys import GRADIENTS, WEIGHTS
 
 _CALL = ("verify_replicas", "")
 _PIECE = 1 << 22  # elements of a tensor that are widened to int64 at a time
 _SHOWN = 10  # differences that a message lists
-_Digests = Mapping[str, Mapping[str, str]]  # by part, then by name of a tensor
+_Digests = Mapping[str, Mapping[Key, str]]  # by part, then by key of a tensor
 
 
 class Difference(NamedTuple):
@@ -39,14 +39,14 @@ class Difference(NamedTuple):
 
     Attributes:
         part: Equal on the ranks that hold the same elements of the tensors of that part.
-        name: Of the tensor.
+        key: Of the tensor.
         most: The ranks that hold what more than half of them hold; empty if there is none, or if a
             rank lacks the tensor.
         others: The other ranks.
     """
 
     part: str
-    name: str
+    key: Key
     most: tuple[int, ...]
     others: tuple[int, ...]
 
@@ -89,7 +89,7 @@ def verify_replicas(model: Wrapped, *, before_update: bool = False) -> None:
         "machine from a bug."
     )
     if model.plan.replicas_differ == "heal":
-        undecided = next((each.name for each in differences if not each.most), None)
+        undecided = next((_shown_name(each.key) for each in differences if not each.most), None)
         if undecided is None:
             _heal(ctx, _tensors_by_part(model, gradients=before_update), differences)
             log(ctx, "fxtrain.replicas").warning(
@@ -147,33 +147,33 @@ def weighted_sums(tensor: Tensor) -> Tensor:
     return sums
 
 
-def digests_of(model: Wrapped, *, gradients: bool = False) -> dict[str, dict[str, str]]:
-    """Digests of parameters and optimizer states of this rank, by part and by name."""
+def digests_of(model: Wrapped, *, gradients: bool = False) -> dict[str, dict[Key, str]]:
+    """Digests of parameters and optimizer states of this rank, by part and by key."""
     parts = _tensors_by_part(model, gradients=gradients)
     every = iter(digests([tensor for tensors in parts.values() for tensor in tensors.values()]))
     return {part: dict(zip(tensors, every, strict=False)) for part, tensors in parts.items()}
 
 
-def _tensors_by_part(model: Wrapped, *, gradients: bool) -> dict[str, dict[str, Tensor]]:
-    """This rank's elements of parameters and optimizer states, live, by part and by name.
+def _tensors_by_part(model: Wrapped, *, gradients: bool) -> dict[str, dict[Key, Tensor]]:
+    """This rank's elements of parameters and optimizer states, live, by part and by key.
 
-    Others may hold replicas of them. A name is that of a parameter, `grad.` with that of a
-    parameter, or `optimizer.0.` with that of a parameter and a state.
+    Others may hold replicas of them.
     """
     now = model.status.replica
     # Stages have tensors of their own, and so do replicas that train independently.
     where = f"{model.ctx.axis('pipeline').rank} {() if now is None else now.peers}"
-    tensors: dict[str, Any] = dict(model.module.named_parameters())
+    named = dict(model.module.named_parameters())
+    tensors: dict[Key, Any] = {Key(WEIGHTS, name): value for name, value in named.items()}
     if gradients:
-        named = {GRADIENTS.key(name): parameter.grad for name, parameter in tensors.items()}
-        tensors |= {name: grad for name, grad in named.items() if grad is not None}
+        grads = {Key(GRADIENTS, name): parameter.grad for name, parameter in named.items()}
+        tensors |= {key: grad for key, grad in grads.items() if grad is not None}
     names = parameter_names(model.module)
     for index, optimizer in enumerate(model.optimizers):
         if local_optimizer(optimizer) is optimizer:  # otherwise each state is on one rank only
-            tensors |= optimizer_state(optimizer, optimizer_key(index), names)[0]
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        parts.setdefault(f"{where} {_shard(tensor)}", {})[name] = local_values(tensor)
+            tensors |= optimizer_state(optimizer, index, names)[0]
+    parts: dict[str, dict[Key, Tensor]] = {}
+    for key, tensor in tensors.items():
+        parts.setdefault(f"{where} {_shard(tensor)}", {})[key] = local_values(tensor)
     return parts
 
 
@@ -208,8 +208,8 @@ def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
     differences: list[Difference] = []
     for part in sorted({part for row in rows for part in row}):
         holders = [rank for rank, row in enumerate(rows) if part in row]
-        for name in sorted({name for rank in holders for name in rows[rank][part]}):
-            values = {rank: rows[rank][part].get(name) for rank in holders}
+        for key in sorted({key for rank in holders for key in rows[rank][part]}):
+            values = {rank: rows[rank][part].get(key) for rank in holders}
             counts: dict[str | None, list[int]] = {}
             for rank, value in values.items():
                 counts.setdefault(value, []).append(rank)
@@ -218,7 +218,7 @@ def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
             most = max(counts.values(), key=len)
             most = most if 2 * len(most) > len(holders) and None not in counts else []
             others = [rank for rank in holders if rank not in most]
-            differences.append(Difference(part, name, tuple(most), tuple(others)))
+            differences.append(Difference(part, key, tuple(most), tuple(others)))
     return differences
 
 
@@ -226,7 +226,8 @@ def describe_differences(differences: Sequence[Difference], hosts: Mapping[int, 
     """Lines that name ranks, hosts and tensors: one for each set of ranks that differs."""
     names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for difference in differences:
-        names.setdefault((difference.others, difference.most), []).append(difference.name)
+        ranks = difference.others, difference.most
+        names.setdefault(ranks, []).append(_shown_name(difference.key))
     lines = []
     for (others, most), tensors in names.items():
         more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
@@ -237,9 +238,13 @@ def describe_differences(differences: Sequence[Difference], hosts: Mapping[int, 
     return lines
 
 
+def _shown_name(key: Key) -> str:
+    return key.name if key.kind == WEIGHTS else str(key)
+
+
 def _heal(
     ctx: DistContext,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Mapping[Key, Tensor]],
     differences: Iterable[Difference],
 ) -> None:
     """Overwrite what differs with what most ranks hold."""
@@ -249,7 +254,7 @@ def _heal(
             source = difference.most[0]
             if ctx.rank != source and ctx.rank not in difference.others:
                 continue
-            tensor = tensors[difference.part][difference.name]
+            tensor = tensors[difference.part][difference.key]
             values = tensor_bytes.contiguous(tensor).clone()
             octets = torch.frombuffer(tensor_bytes.memory_of(values), dtype=torch.uint8)
             if ctx.rank == source:

@@ -21,10 +21,8 @@ from fxtrain.backends.deepspeed.setup import import_deepspeed
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import plain_name, weights_of
-from fxtrain.state import FlatShard, ModelState, StateReader, TensorIndex, Weight, Wrapped
-from fxtrain.state.keys import WEIGHTS
-
-_PREFIX = "optimizer.0"
+from fxtrain.state import FlatShard, Key, ModelState, StateReader, TensorIndex, Weight, Wrapped
+from fxtrain.state.keys import OPTIMIZER, WEIGHTS
 
 
 def engine_state(model: Wrapped) -> ModelState:
@@ -44,11 +42,13 @@ def engine_state(model: Wrapped) -> ModelState:
         id(parameter): _local(parameter, masters.get(parameter))
         for parameter in model.module.parameters()
     }
-    tensors: dict[str, Tensor | FlatShard] = {}
+    tensors: dict[Key, Tensor | FlatShard] = {}
     extra: dict[str, Any] = {}
     for name, value in model.module.state_dict(keep_vars=True).items():
-        place = tensors if isinstance(value, Tensor) else extra
-        place[WEIGHTS.key(plain_name(name))] = local.get(id(value), value)
+        if isinstance(value, Tensor):
+            tensors[Key(WEIGHTS, plain_name(name))] = local.get(id(value), value)
+        else:
+            extra[plain_name(name)] = value
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
     values["settings"] = dict(model.strategy_state.values)  # for readers of the manifest
     if model.optimizers:
@@ -59,7 +59,7 @@ def engine_state(model: Wrapped) -> ModelState:
             scheduler.state_dict() for scheduler in flattened(model.scheduler or ())
         ]
         values["scaler"] = _scale_state(model.engine.optimizer)
-    buffers = {WEIGHTS.key(plain_name(name)) for name, _ in model.module.named_buffers()}
+    buffers = {Key(WEIGHTS, plain_name(name)) for name, _ in model.module.named_buffers()}
     return ModelState(
         tensors=tensors,
         own=counts_state(model.window),
@@ -163,11 +163,11 @@ def _flats(optimizer: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
     )
 
 
-def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | FlatShard], dict[str, Any]]:
+def _optimizer_state(model: Wrapped) -> tuple[dict[Key, Tensor | FlatShard], dict[str, Any]]:
     """States by parameter, and everything else, in the form of torch's strategies."""
     (optimizer,) = model.optimizers
     _link_states(model.engine.optimizer, optimizer)
-    tensors: dict[str, Tensor | FlatShard] = {}
+    tensors: dict[Key, Tensor | FlatShard] = {}
     states: dict[str, Any] = {}
     members: list[list[str]] = [[] for _ in optimizer.param_groups]
     for each in _trained(model):
@@ -182,7 +182,7 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | FlatShard], dic
             if not each.full_shape:
                 # A step count is one tensor for all parameters of a list.
                 value = _part(each.parameter, key) if _is_sharded(each, value) else value.clone()
-            tensors[_place(each, key)] = value
+            tensors[_key(each, key)] = value
         states[each.name] = {"keys": list(state), "plain": plain}
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": names}
@@ -207,20 +207,20 @@ def _is_sharded(trained: _Trained, value: Tensor) -> bool:
     return not trained.full_shape and value.dim() > 0 and value.numel() == trained.master.numel()
 
 
-def _place(trained: _Trained, key: str) -> str:
-    return f"{_PREFIX}.{trained.name}.{key}"
+def _key(trained: _Trained, state: str) -> Key:
+    return Key.of(OPTIMIZER, 0, trained.name, state)
 
 
 def _load_module(model: Wrapped, saved: StateReader, masters: _Masters) -> None:
     here = {
         plain_name(name): value for name, value in model.module.state_dict(keep_vars=True).items()
     }
-    names = {name for key in saved.shapes if (name := WEIGHTS.name(key)) is not None}
+    names = {key.name for key in saved.shapes if key.kind == WEIGHTS}
     wanted = {name for name, value in here.items() if isinstance(value, Tensor)}
     shapes = {name: tuple(getattr(here[name], "ds_shape", here[name].shape)) for name in wanted}
     wrong = sorted(
         {*(wanted ^ names)}
-        | {n for n in wanted & names if saved.shapes[WEIGHTS.key(n)][0] != shapes[n]}
+        | {n for n in wanted & names if saved.shapes[Key(WEIGHTS, n)][0] != shapes[n]}
     )
     if wrong:
         raise CheckpointError(
@@ -228,18 +228,18 @@ def _load_module(model: Wrapped, saved: StateReader, masters: _Masters) -> None:
             code="FX603",
         )
     for name in sorted(wanted):
-        value = _read(WEIGHTS.key(name), saved)
+        value = _read(Key(WEIGHTS, name), saved)
         if saved.ranks == saved.loading_ranks:
-            drifted = saved.own(WEIGHTS.key(name), saved.rank)
+            drifted = saved.own(Key(WEIGHTS, name), saved.rank)
             value = value if drifted is None else drifted
         _set_whole(here[name], value.to(model.ctx.device), masters.get(here[name]))
     load_extra(model.module, saved.values["module"])
 
 
-def _read(name: str, saved: StateReader) -> Tensor:
-    shape, dtype = saved.shapes[name]
+def _read(key: Key, saved: StateReader) -> Tensor:
+    shape, dtype = saved.shapes[key]
     value = torch.empty(shape, dtype=dtype, device="cpu")
-    saved.fill(name, value)
+    saved.fill(key, value)
     return value
 
 
@@ -309,8 +309,8 @@ def _make_states(
         for key in state["keys"]:
             if key in state["plain"]:
                 new_state.setdefault(key, state["plain"][key])
-            elif key == "step" or not saved.shapes[_place(each, key)][0]:
-                value = _read(_place(each, key), saved)
+            elif key == "step" or not saved.shapes[_key(each, key)][0]:
+                value = _read(_key(each, key), saved)
                 if key in new_state and not each.full_shape:
                     # DeepSpeed keeps one count for the parameters of a list: the largest.
                     value = torch.maximum(new_state[key], value)
@@ -322,7 +322,7 @@ def _make_states(
 
 def _empty_state(trained: _Trained, key: str, saved: StateReader) -> Tensor:
     """Zeros for a state: as large as the master, for all parameters in it."""
-    shape, dtype = saved.shapes[_place(trained, key)]
+    shape, dtype = saved.shapes[_key(trained, key)]
     if trained.full_shape:
         return torch.zeros(shape, dtype=dtype, device=trained.master.device)
     wanted = _shape_of(trained.parameter)
@@ -338,14 +338,14 @@ def _empty_state(trained: _Trained, key: str, saved: StateReader) -> Tensor:
 def _fill_states(optimizer: torch.optim.Optimizer, trained: _Trained, saved: StateReader) -> None:
     """Read the states of one parameter: this rank's shard of them, if they are sharded."""
     for key, value in optimizer.state.get(trained.master, {}).items():
-        name = _place(trained, key)
-        if not isinstance(value, Tensor) or name not in saved.shapes:
+        stored = _key(trained, key)
+        if not isinstance(value, Tensor) or stored not in saved.shapes:
             continue
         if trained.full_shape:
-            value.copy_(_read(name, saved))
+            value.copy_(_read(stored, saved))
         elif _is_sharded(trained, value):
-            dtype = saved.shapes[name][1]
-            _fill_part(trained.parameter, key, dtype, functools.partial(saved.fill, name))
+            dtype = saved.shapes[stored][1]
+            _fill_part(trained.parameter, key, dtype, functools.partial(saved.fill, stored))
 
 
 def _scale_state(optimizer: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from fxtrain.ops.whole_tensors import local_values, plain_name
-from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
+from fxtrain.state import DiLoCo, DistContext, Key, LocalSGD, Round, StateReader
 from fxtrain.state.keys import ROUND
 
 # Among the fragments, the key of floating-point buffers. They have the weights of the last one,
@@ -21,6 +21,7 @@ from fxtrain.state.keys import ROUND
 BUFFERS = -1
 BLOCK = 1024  # values that share a scale
 _WEIGHT_BYTES = 8
+_ANCHOR, _MOMENTUM = "anchor", "momentum"  # in keys of tensors
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60
 
@@ -242,18 +243,19 @@ def first_round(
     )
 
 
-def outer_state(now: Round) -> dict[str, Tensor]:
-    """What is equal on all replicas, by its names in a checkpoint."""
-    anchor = {ROUND.key(f"anchor.{name}"): value for name, value in now.anchor.items()}
-    return anchor | {ROUND.key(f"momentum.{name}"): value for name, value in now.momentum.items()}
+def outer_state(now: Round) -> dict[Key, Tensor]:
+    """What is equal on all replicas."""
+    anchor = {Key.of(ROUND, _ANCHOR, name): value for name, value in now.anchor.items()}
+    momentum = {Key.of(ROUND, _MOMENTUM, name): value for name, value in now.momentum.items()}
+    return anchor | momentum
 
 
 def load_outer_state(now: Round, saved: StateReader) -> None:
     """Restore what is equal on all replicas; from the current parameters if none was saved."""
     for name, value in now.anchor.items():
-        if ROUND.key(f"anchor.{name}") in saved.shapes:
-            saved.fill(ROUND.key(f"anchor.{name}"), value)
-            saved.fill(ROUND.key(f"momentum.{name}"), now.momentum[name])
+        if (anchor := Key.of(ROUND, _ANCHOR, name)) in saved.shapes:
+            saved.fill(anchor, value)
+            saved.fill(Key.of(ROUND, _MOMENTUM, name), now.momentum[name])
         else:
             value.copy_(now.parameters[name].detach())
             now.momentum[name].zero_()

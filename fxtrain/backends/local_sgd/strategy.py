@@ -38,6 +38,7 @@ from fxtrain.state import (
     Comm,
     DiLoCo,
     DistContext,
+    Key,
     LocalSGD,
     Mesh,
     MicroBatch,
@@ -52,12 +53,14 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
 )
-from fxtrain.state.keys import GRADIENTS, ROUND, WEIGHTS, optimizer_key
+from fxtrain.state.keys import GRADIENTS, OPTIMIZER, ROUND
 from fxtrain.state.strategy_configs import fragments_due
 
 _WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
 _RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint
 _FRAGMENTS = "fragments"  # names of their parameters
+_ROWS, _WEIGHT, _DUE = Key(ROUND, "rows"), Key(ROUND, "weight"), Key(ROUND, "due")
+_SENT = "sent"  # in keys: what a replica has sent of a fragment, by the number of its collective
 
 
 def local_problems(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
@@ -139,7 +142,7 @@ def _state(inner: Strategy, model: Wrapped) -> ModelState:
     """Every tensor and every optimizer differs between replicas."""
     state, now = inner.state(model), _round(model)
     optimizers = {
-        optimizer_key(index, "state"): values_as_bytes(values["state"], optimizer_key(index))
+        Key.of(OPTIMIZER, index, "state"): values_as_bytes(values["state"], index)
         for index, values in enumerate(state.values["optimizers"])
     }
     return attrs.evolve(
@@ -171,23 +174,23 @@ def _load_state(inner: Strategy, model: Wrapped, saved: StateReader) -> None:
 def _of_this_replica(saved: StateReader) -> StateReader:
     """The saved state as this rank saved it, to be read like one in which ranks are equal."""
 
-    def fill(name: str, tensor: Any) -> None:
-        saved.fill(name, tensor)
-        if GRADIENTS.name(name) is not None:
+    def fill(key: Key, tensor: Any) -> None:
+        saved.fill(key, tensor)
+        if key.kind == GRADIENTS:
             return  # the mean; `load_window` reads what is this rank's own
-        if (own := saved.own(name, saved.rank)) is not None:
+        if (own := saved.own(key, saved.rank)) is not None:
             local_values(tensor).copy_(own)
 
-    def own_of(name: str, rank: int) -> Tensor | None:
-        return None if name in states else saved.own(name, rank)
+    def own_of(key: Key, rank: int) -> Tensor | None:
+        return None if key in states else saved.own(key, rank)
 
-    states: dict[str, Any] = {}
+    states: dict[Key, Any] = {}
     optimizers: list[Any] = []
     for index, optimizer in enumerate(saved.values["optimizers"]):
-        name = optimizer_key(index, "state")
-        if (raw := saved.own(name, saved.rank)) is not None:
-            states[name] = values_from_bytes(raw)
-        optimizers.append({**optimizer, "state": states.get(name, optimizer["state"])})
+        key = Key.of(OPTIMIZER, index, "state")
+        if (raw := saved.own(key, saved.rank)) is not None:
+            states[key] = values_from_bytes(raw)
+        optimizers.append({**optimizer, "state": states.get(key, optimizer["state"])})
     values = {**saved.values, "optimizers": optimizers, _RANKS_OF_REPLICA: None}
     return attrs.evolve(saved, fill=fill, own=own_of, values=values)
 
@@ -323,13 +326,13 @@ def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, key: int) -> N
     apply_means(model.module, now, local, key, exchange)
 
 
-def _accounts(now: Round) -> dict[str, Tensor]:
+def _accounts(now: Round) -> dict[Key, Tensor]:
     return {
-        ROUND.key("rows"): now.rows,
-        ROUND.key("weight"): now.weight,
-        ROUND.key("open_rows"): now.open_rows,
-        ROUND.key("open_weight"): now.open_weight,
-        **{ROUND.key(f"residual.{name}"): value for name, value in now.residual.items()},
+        _ROWS: now.rows,
+        _WEIGHT: now.weight,
+        Key(ROUND, "open_rows"): now.open_rows,
+        Key(ROUND, "open_weight"): now.open_weight,
+        **{Key.of(ROUND, "residual", name): value for name, value in now.residual.items()},
     }
 
 
@@ -340,33 +343,33 @@ def _load_round(model: Wrapped, now: Round, saved: StateReader, *, resumes: bool
     and they are weighted by what they train on from here on.
     """
     load_outer_state(now, saved)
-    for name, account in _accounts(now).items():
-        own = saved.own(name, saved.rank) if resumes else None
+    for key, account in _accounts(now).items():
+        own = saved.own(key, saved.rank) if resumes else None
         account.copy_(torch.zeros_like(account) if own is None else own)
     now.under_way.clear()
     if resumes:
         _resume_exchanges(model, now, saved)
 
 
-def _under_way(now: Round) -> dict[str, Tensor]:
+def _under_way(now: Round) -> dict[Key, Tensor]:
     """What a checkpoint has of the exchanges that are under way."""
     tensors = {
-        ROUND.key(f"sent.{fragment}.{number}"): flat
+        Key.of(ROUND, _SENT, fragment, number): flat
         for fragment, exchange in now.under_way.items()
         for number, flat in enumerate(exchange.sent)
     }
     due = [[fragment, exchange.due] for fragment, exchange in now.under_way.items()]
     if due:
-        tensors[ROUND.key("due")] = torch.tensor(due, device="cpu")
+        tensors[_DUE] = torch.tensor(due, device="cpu")
     return tensors
 
 
 def _resume_exchanges(model: Wrapped, now: Round, saved: StateReader) -> None:
-    due = saved.own(ROUND.key("due"), saved.rank)
+    due = saved.own(_DUE, saved.rank)
     for fragment, update in [] if due is None else due.tolist():
         sent: list[Tensor] = []
         for number in itertools.count():
-            flat = saved.own(ROUND.key(f"sent.{fragment}.{number}"), saved.rank)
+            flat = saved.own(Key.of(ROUND, _SENT, fragment, number), saved.rank)
             if flat is None:
                 break
             sent.append(flat.to(now.copies.device))
@@ -375,22 +378,21 @@ def _resume_exchanges(model: Wrapped, now: Round, saved: StateReader) -> None:
         now.under_way[fragment] = send(exchange, group, now.copies.world_size, keep=True)
 
 
-def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
-    """The mean of a tensor over the saved replicas, as the end of their round would compute it.
+def weighted_mean(saved: StateReader, key: Key) -> Tensor | None:
+    """The mean of a weight over the saved replicas, as the end of their round would compute it.
 
     None if all had the same value.
     """
     size = saved.values.get(_RANKS_OF_REPLICA)
-    if size is None or saved.own(name, 0) is None:
+    if size is None or saved.own(key, 0) is None:
         return None
     fragments = saved.values.get(_FRAGMENTS, [])
-    short = WEIGHTS.name(name)
-    fragment = next((n for n, names in enumerate(fragments) if short in names), 0)
+    fragment = next((n for n, names in enumerate(fragments) if key.name in names), 0)
     total, weights = 0.0, 0.0
     for first in range(0, saved.ranks, size):
         share = _saved_weight(saved, range(first, first + size), fragment)
         # If a replica has several ranks, each has its part along the first dimension.
-        shards = [saved.own(name, rank) for rank in range(first, first + size)]
+        shards = [saved.own(key, rank) for rank in range(first, first + size)]
         parts = [shard for shard in shards if shard is not None]
         whole = parts[0] if size == 1 else torch.cat(parts)
         total = total + share * whole.to(torch.promote_types(whole.dtype, torch.float32))
@@ -401,8 +403,8 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
 
 def _saved_weight(saved: StateReader, ranks: range, fragment: int) -> float:
     """The weight of a replica that was saved by some ranks, for a fragment."""
-    rows = saved.own(ROUND.key("rows"), ranks[0])
-    weights = [saved.own(ROUND.key("weight"), rank) for rank in ranks]
+    rows = saved.own(_ROWS, ranks[0])
+    weights = [saved.own(_WEIGHT, rank) for rank in ranks]
     assert rows is not None  # every rank of such a checkpoint has saved them
     weight = torch.stack(
         [tensor.reshape(-1)[fragment] for tensor in weights if tensor is not None]

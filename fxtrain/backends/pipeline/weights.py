@@ -21,7 +21,7 @@ from fxtrain.backends.core.weights import from_first_rank, in_loaded_dtypes
 from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import plain_name, weight_of
-from fxtrain.state import DistContext, ModelState, StateReader, TensorIndex, Weight, Wrapped
+from fxtrain.state import DistContext, Key, ModelState, StateReader, TensorIndex, Weight, Wrapped
 from fxtrain.state.keys import GRADIENTS, WEIGHTS
 from fxtrain.state.mesh import axis_groups
 
@@ -155,14 +155,14 @@ def pipeline_state(model: Wrapped) -> ModelState:
     return attrs.evolve(state, values=_merged(values, [*map(plain_name, engine.partition.stages)]))
 
 
-def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
+def _shared_gradients(model: Wrapped, state: ModelState) -> dict[Key, Tensor]:
     """The sums over stages of the gradients of parameters that they share."""
     # Stages add them up when their window closes; a checkpoint inside of it is of one process.
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
-    sums: dict[str, Tensor] = {}
+    sums: dict[Key, Tensor] = {}
     for group, names in model.engine.shared_groups:
         for name in [name for name in names if parameters[name].requires_grad]:
-            saved = GRADIENTS.key(plain_name(name))
+            saved = Key(GRADIENTS, plain_name(name))
             sums[saved] = full_gradient(state.tensors.get(saved), parameters[name]).clone()
             dist.all_reduce(sums[saved], group=group)
     return sums
@@ -180,17 +180,17 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     for stage in engine.stages.values():
         for name, buffer in stage.shell.named_buffers():
             # Copies of other stages' buffers, for what depends on no parameter.
-            saved_name = WEIGHTS.key(plain_name(name))
-            if id(buffer) not in own and saved_name in saved.shapes:
-                saved.fill(saved_name, buffer)
+            key = Key(WEIGHTS, plain_name(name))
+            if id(buffer) not in own and key in saved.shapes:
+                saved.fill(key, buffer)
 
 
 def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReader:
     holders = {plain_name(name): partition.holders(name) for name in partition.stages}
     others = {name for name, ranks in holders.items() if rank not in ranks}
-    tensors = {WEIGHTS.key(name) for name in others}
+    tensors = {Key(WEIGHTS, name) for name in others}
     # Of a gradient that stages share, and sum when their window closes, one gets the sum so far.
-    tensors |= {GRADIENTS.key(name) for name, ranks in holders.items() if ranks[0] != rank}
+    tensors |= {Key(GRADIENTS, name) for name, ranks in holders.items() if ranks[0] != rank}
     optimizers = [
         {
             **each,
@@ -208,14 +208,14 @@ def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReade
     }
     return attrs.evolve(
         saved,
-        shapes={name: shape for name, shape in saved.shapes.items() if name not in tensors},
+        shapes={key: shape for key, shape in saved.shapes.items() if key not in tensors},
         values={**saved.values, "optimizers": optimizers, "module": extra},
     )
 
 
 def _is_on_other_ranks(name: str, tensors: Iterable[str], others: set[str]) -> bool:
     """Whether every tensor of the owner of some extra state is on other ranks."""
-    path = (WEIGHTS.name(name) or name).rpartition("_extra_state")[0]
+    path = name.rpartition("_extra_state")[0]
     names = [tensor for tensor in tensors if tensor.startswith(path)]
     return bool(names) and all(tensor in others for tensor in names)
 
