@@ -90,8 +90,9 @@ class Messages:
         until = time.monotonic() + timeout.total_seconds()
         while self._done < len(self.rounds):
             now = self.rounds[self._done]
-            self._start(self._sent, self.group.send, now.to, now.sent)
+            # gloo sends what the other rank is known to wait for without asking it first.
             self._start(self._received, self.group.recv, now.source, now.received)
+            self._start(self._sent, self.group.send, now.to, now.sent)
             _wait(self._received[self._done], until)
             if self.arrived is not None:
                 self.arrived(self._done)
