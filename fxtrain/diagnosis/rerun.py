@@ -24,6 +24,7 @@ from fxtrain.backends.core.replica_digests import (
 )
 from fxtrain.checkpoint import Saving
 from fxtrain.errors import CheckpointError, StepError
+from fxtrain.state import Key
 
 _Rows = Mapping[int, Mapping[str, Any]]  # by update, what a rank has recorded of it
 
@@ -142,7 +143,11 @@ def _print(ctx: Any, report: Any) -> None:
 
 
 def _record(folder: Path, rank: int, update: int, losses: Sequence[str], model: Any) -> None:
-    line = {"update": update, "losses": losses, "digests": digests_of(model)}
+    digests = {
+        part: {str(key): digest for key, digest in rows.items()}
+        for part, rows in digests_of(model).items()
+    }
+    line = {"update": update, "losses": losses, "digests": digests}
     with (folder / f"rank-{rank}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -179,11 +184,18 @@ def read_replays(folders: Sequence[Path]) -> list[Replayed]:
     replays: list[Replayed] = []
     for update in updates[0]:
         losses, tensors = differing("losses", update), differing("digests", update)
-        digests = [rows[update]["digests"] for _, rows in sorted(first.items())]
+        digests = [_digests(rows[update]["digests"]) for _, rows in sorted(first.items())]
         same = not (losses or tensors)
         replicas = tuple(describe_differences(differences_of(digests), {})) if same else ()
         replays.append(Replayed(update=update, losses=losses, tensors=tensors, replicas=replicas))
     return replays
+
+
+def _digests(recorded: Mapping[str, Mapping[str, str]]) -> dict[str, dict[Key, str]]:
+    return {
+        part: {Key.read(text): digest for text, digest in rows.items()}
+        for part, rows in recorded.items()
+    }
 
 
 def _recorded(folder: Path) -> dict[int, _Rows]:

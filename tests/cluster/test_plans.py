@@ -113,9 +113,9 @@ def _exchanges(ctx, plan):
     return ctx.comm.slot(CallState).count - before
 
 
-def test_ddp_is_wrapped_with_three_exchanges(clusters):
-    """Of plan and model, of models on the meta device, and of options of optimizers."""
-    assert clusters[2].run(_exchanges, fx.Plan()) == [3, 3]
+def test_ddp_is_wrapped_with_four_exchanges(clusters):
+    """Of plan and model, of models on the meta device, of options of optimizers, and of values."""
+    assert clusters[2].run(_exchanges, fx.Plan()) == [4, 4]
     assert clusters[1].run(_exchanges, fx.Plan()) == [0]
 
 
