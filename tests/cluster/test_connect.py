@@ -279,7 +279,7 @@ def _groups_in(ctx):
 @pytest.mark.slow
 def test_what_a_context_opens_is_shared_by_models_and_closes_with_it(clusters):
     for before, inside, between, one, two, after, ranks in clusters[4].run(_groups_in):
-        assert inside == before + 5  # for control, and a pair for each of two axes
+        assert inside == before + 3  # for control, and one for each of two axes
         assert before == between == after
         assert one == two == before + 3  # for control, and the axes of the sharded model
         assert ranks == 4

@@ -100,8 +100,8 @@ def test_ranks_generate_together(clusters, name):
     for prompt, tokens, _ in answers:
         assert tokens == _tokens(net, prompt)
     assert len({str(counts) for _, _, counts in answers}) == 1
-    # Under TP those of arguments and a seed: weights are never gathered whole.
-    assert (answers[0][2]["all_gather"] == 2) == (name == "TP")
+    # Under TP, weights are never gathered whole.
+    assert ("all_gather" not in answers[0][2]) == (name == "TP")
 
 
 def _one_text(ctx, strategy, mesh):

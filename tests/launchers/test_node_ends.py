@@ -281,7 +281,7 @@ def test_a_node_that_waited_in_vain_to_join_leaves_the_run_to_the_others(met):
     agent, closed = _agent(), []
     agent._ends = _nodes(1)[0]
     agent.handler = SimpleNamespace(shutdown=lambda: closed.append(True))
-    agent.joined_once = met
+    agent.joined = int(met)
     agent._leave(None, True)
     assert bool(closed) is met
 

@@ -314,7 +314,7 @@ def run_agent(
         lost = isinstance(error, RendezvousConnectionError | DistNetworkError)
         place, why = config.rdzv_endpoint, first_line(error)
         again = "Start the run again on every node; it continues with the last checkpoint."
-        joined_once = agent is not None and agent.joined_once
+        joined_once = agent is not None and agent.joined > 0
         if agent is not None and lost:
             when = "before all nodes had joined"
             if joined_once:
@@ -344,7 +344,7 @@ class _Agent(LocalElasticAgent):
     kills: int | None  # by the kernel's out-of-memory killer, until then
     _failures: dict[int, Any]
     _stopped: tuple[int, ...] = ()  # ranks that were running when another one failed
-    joined_once: bool = False  # whether the nodes have joined once
+    joined: int = 0  # how often the nodes have joined
     _joined: bool = False  # whether they have, for this attempt
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
     _left: LaunchResult | None = None  # how this node ended, if the others go on without it
@@ -410,14 +410,12 @@ class _Agent(LocalElasticAgent):
                 self._ends.report(attrs.evolve(end, text=f"N{self._ends.name[1:]} {end.text}"))
             self._ends.leave()
         # A node that has never joined leaves the run to the others, if they can go on without it.
-        if closes and (self.joined_once or self.serves):
+        if closes and (self.joined or self.serves):
             self.handler.shutdown()
             elastic = isinstance(self.handler, ElasticRendezvous)
-            if (
-                self.serves
-                and elastic
-                and (self.handler.nodes_in_reserve() or not self.joined_once)
-            ):
+            # After a restart, a node that is neither in the run nor in reserve may be on its way.
+            others = elastic and (self.joined != 1 or self.handler.nodes_in_reserve() > 0)
+            if self.serves and others:
                 time.sleep(_NOTICED_S)
         elif not closes and self._joined and not self.serves and self.launch.elastic:
             self.handler.leave()
@@ -556,7 +554,7 @@ class _Agent(LocalElasticAgent):
         except RendezvousClosedError as error:
             why = "another launcher waited in vain for nodes, or failed; its output says why."
             raise RendezvousClosedError(self._ends.reported() or why) from error
-        self.joined_once = self._joined = True
+        self.joined, self._joined = self.joined + 1, True
         count = worker_group.group_world_size or 1
         if count < self._ends.count:
             print_note(f"The run continues with {count} of {self._ends.count} nodes.")
