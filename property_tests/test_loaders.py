@@ -19,7 +19,7 @@ evens = st.sampled_from(["pad", "drop", "uneven"])
 
 
 class Own(Sampler):
-    """Rows in an order of its own, drawn anew for each epoch."""
+    """A sampler with a new random order in each epoch."""
 
     def __init__(self, n):
         self.n = n

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, overload
 
 from fxtrain.errors import CollectiveError, DataError
-from fxtrain.ops.objects import agree, gather_objects
+from fxtrain.ops.objects import agree
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.splitting import length_of, select, split
 from fxtrain.ops.transport.exchange import CallState
@@ -97,7 +97,8 @@ def map(
     agree((count, batch, order), ctx, name="what to map (items, batch, order)")
     taken: dict[int, Any] = {}
     key = f"{ctx.comm.name}/map/{ctx.comm.slot(CallState).count}"
-    with fail_together(ctx):
+    with fail_together(ctx) as together:
+        together.value = taken
         try:
             for places in _shares(count, ctx, batch or 1, order, key):
                 taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))
@@ -108,7 +109,7 @@ def map(
             raise
         _wait_for_others(ctx, key)
     results: dict[int, Any] = {}
-    for part in gather_objects(taken, ctx):
+    for part in together.values:
         results |= part
     if len(results) != count:
         raise CollectiveError(f"map: {count - len(results)} of {count} items were left out.")

@@ -1,7 +1,8 @@
 """Keys of the tensors that a checkpoint has of a model, and their text in its manifest.
 
-Strategies put tensors into a `ModelState` by key and ask a `StateReader` for them by key. Only
-`fxtrain.checkpoint` writes keys as text, with `encode_key`, and reads that text, with `decode_key`.
+Strategies put tensors into a `ModelState` by key and ask a `StateReader` for them by key. In
+checkpoints only `fxtrain.checkpoint` writes keys as text, with `encode_key`, and reads that text,
+with `decode_key`. The records of `fxtrain replay`, which have no model, use `str` and `Key.read`.
 """
 
 import attrs
