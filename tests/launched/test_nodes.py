@@ -26,6 +26,17 @@ def _node(number, port, *words, nodes=2, wait_s=600, begin=start):
     )  # fmt: skip
 
 
+def _wait_while_running(happened, *programs, timeout_s=120.0):
+    """As `wait_for`, with the output of a program that ends first."""
+
+    def seen():
+        for program in programs:
+            assert program.poll() is None, finish(program)
+        return happened()
+
+    wait_for(seen, timeout_s=timeout_s)
+
+
 def test_two_nodes_meet_though_one_is_late():
     port = free_port()
     late = _node(1, port, RANKS, "meet", "A", begin=start_fork)  # knocks until node 0 is there
@@ -97,7 +108,7 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
     stays = _node(0, port, *words, wait_s=600, begin=start_fork)
     wait_for(lambda: _listens(port))  # so it serves the meeting place
     goes = _node(0, port, *words, wait_s=600)
-    wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
+    _wait_while_running(lambda: len(list(tmp_path.glob("here*"))) == 4, stays, goes)
     (tmp_path / "killed").touch()
     goes.send_signal(signal.SIGKILL)
     finish(goes, timeout_s=30)
@@ -128,7 +139,7 @@ def test_a_launcher_of_a_run_that_has_its_nodes_says_that_it_stands_by(tmp_path)
     programs = [_node(0, port, *words, begin=start_fork)]
     wait_for(lambda: _listens(port))
     programs.append(_node(0, port, *words, begin=start_fork))
-    wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
+    _wait_while_running(lambda: len(list(tmp_path.glob("here*"))) == 4, *programs)
     third = _node(0, port, *words)
     assert third.stderr.readline() == (
         f"fxtrain launch: Run 'same' at 127.0.0.1:{port} has its 2 nodes. This launcher stands by, "
@@ -149,11 +160,11 @@ def _with_a_bad_node(folder, min_nodes, *, reserve=False):
         "--rendezvous-option=last_call_timeout=2", RANKS, "bad_node",
     )  # fmt: skip
     programs = [_node(0, port, *words, begin=start_fork)]
-    wait_for(lambda: _listens(port))
+    _wait_while_running(lambda: _listens(port), *programs)
     env = {"BAD": str(folder / "begun")}
     bad = _node(0, port, *words, begin=functools.partial(start_fork, env=env))
     if reserve:
-        wait_for((folder / "begun").exists)
+        _wait_while_running((folder / "begun").exists, *programs, bad)
         programs.append(_node(0, port, *words, begin=start_fork))
     return [finish(process, timeout_s=120) for process in (*programs, bad)]
 

@@ -21,6 +21,7 @@ from torch.distributed import DistStoreError, HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousStateError,
@@ -244,6 +245,27 @@ def test_a_node_that_leaves_gives_its_place_away_before_its_heartbeats_are_misse
     leaves.leave()
     wait_for(lambda: stays.num_nodes_waiting() == 1)
     assert {stays.next_rendezvous().rank, waits.result(20 * patience()).rank} == {0, 1}
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_a_node_that_comes_back_after_the_run_has_ended_learns_how(succeeded, run):
+    """Such as one whose place was given away while its ranks were ended to start again."""
+    serves, late = run.make(1), run.make(1)
+    serves.next_rendezvous()
+    if succeeded:
+        serves.succeed()
+    serves.shutdown()
+    with pytest.raises(RendezvousGracefulExitError if succeeded else RendezvousClosedError):
+        late.next_rendezvous()
+
+
+def test_the_launcher_that_serves_a_run_ends_after_all_others(run):
+    serves, *others = (run.make(1) for _ in range(3))
+    ends = run.submit(serves.end, 20 * patience())
+    for other in others:
+        assert not ends.done()
+        other.end()
+    ends.result(20 * patience())
 
 
 @pytest.mark.parametrize("node", slow_after(1, [0, 1]))

@@ -57,7 +57,6 @@ _CAUSE_S = 2.0  # for a rank to write why it fails, after a peer that lost it ha
 _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
 _FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
-_NOTICED_S = 2.0  # launchers that wait or stand by look once a second whether the run has ended
 _MAIN_LOST = (
     "The launcher that serves the store of this run ended before this one, or does not answer, so "
     "it is not known whether the ranks of other nodes succeeded."
@@ -259,8 +258,9 @@ def _start_heartbeats(store: Any, node: int) -> None:
     threading.Thread(target=beat, name="fxtrain heartbeats", daemon=True).start()
 
 
-# A node that has no others, or cannot reach them any more.
+# A node before it has joined others, and one that cannot reach them any more.
 _ALONE = NodeEnds(None, 0, 1, serves=False)
+_CUT_OFF = NodeEnds(None, 0, 1, serves=False)
 
 
 def run_agent(
@@ -350,6 +350,7 @@ class _Agent(LocalElasticAgent):
     _left: LaunchResult | None = None  # how this node ended, if the others go on without it
     _ends: NodeEnds = _ALONE
     _culprit: str | None = ""
+    _succeeded: bool = False  # whether the ranks of all nodes have
     _stopped_at: float | None = None
 
     def run_and_leave(self) -> LaunchResult:
@@ -365,6 +366,7 @@ class _Agent(LocalElasticAgent):
                 closes = False
                 return LaunchResult(ranks=self.launch.world_size)
             if not result.is_failed():
+                self._succeeded = not self._culprit
                 return LaunchResult(ranks=self.launch.world_size, culprit=self._culprit or "")
             return self._report_end(self._ended(result.failures))
         except SignalException as error:
@@ -372,7 +374,7 @@ class _Agent(LocalElasticAgent):
             end, closes = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), False
             raise
         except RendezvousConnectionError:  # no node can be reached
-            self._ends, closes = _ALONE, False
+            self._ends, closes = _CUT_OFF, False
             raise
         except Exception as error:
             end = NodeEnd(text=f"ended with an error: {first_line(error)}")
@@ -401,7 +403,7 @@ class _Agent(LocalElasticAgent):
         first = ending.failures[0]
         end = NodeEnd(text=one_line(first, ending), distance=distance(first))
         if (culprit := self._ends.culprit_of(end)) is None:
-            self._ends = _ALONE
+            self._ends = _CUT_OFF
         return attrs.evolve(ending, culprit=culprit or "")
 
     def _leave(self, end: NodeEnd | None, closes: bool) -> None:  # noqa: FBT001 - internal
@@ -409,16 +411,18 @@ class _Agent(LocalElasticAgent):
             if end is not None and self._ends.count > 1:
                 self._ends.report(attrs.evolve(end, text=f"N{self._ends.name[1:]} {end.text}"))
             self._ends.leave()
-        # A node that has never joined leaves the run to the others, if they can go on without it.
-        if closes and (self.joined or self.serves):
-            self.handler.shutdown()
-            elastic = isinstance(self.handler, ElasticRendezvous)
-            # After a restart, a node that is neither in the run nor in reserve may be on its way.
-            others = elastic and (self.joined != 1 or self.handler.nodes_in_reserve() > 0)
-            if self.serves and others:
-                time.sleep(_NOTICED_S)
-        elif not closes and self._joined and not self.serves and self.launch.elastic:
-            self.handler.leave()
+        elastic = isinstance(self.handler, ElasticRendezvous) and self._ends is not _CUT_OFF
+        with contextlib.suppress(RuntimeError):
+            if elastic and self._succeeded:
+                self.handler.succeed()
+            # A node that has never joined leaves the run to the others, if they can go on.
+            if closes and (self.joined or self.serves):
+                self.handler.shutdown()
+            elif not closes and self._joined and not self.serves and elastic:
+                self.handler.leave()
+            if elastic:
+                # Launchers that stand by, or are on their way to, learn that the run has ended.
+                self.handler.end(LEAVE_S if closes and self.serves else 0.0)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._end_after_failure(worker_group)
@@ -513,7 +517,7 @@ class _Agent(LocalElasticAgent):
         if self.launch.elastic:  # numbered nodes start their ranks again each by itself
             self._ends.interrupt()  # first, for nodes that wait for the end of this one
             ending = self._report_end(ending)
-        lost = self._ends is _ALONE
+        lost = self._ends is _CUT_OFF
         self._in_a_row = 0 if ending.culprit or lost else self._in_a_row + 1
         if self._can_leave():
             print_note(
@@ -581,4 +585,4 @@ class _Agent(LocalElasticAgent):
         if not self.launch.elastic:  # where nodes join and leave, it has waited for the others
             self._culprit = self._ends.wait()
         if self._culprit is None:
-            self._ends, self._culprit = _ALONE, _MAIN_LOST
+            self._ends, self._culprit = _CUT_OFF, _MAIN_LOST

@@ -38,7 +38,7 @@ from fxtrain.launchers.program import rank_command, shared_environment
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 LEAVE_THREAD = "fxtrain leave"  # the thread in which a launcher reports its end to other nodes
-LEAVE_S = 3.0  # for other nodes to ask the store why a rank has failed
+LEAVE_S = 10.0  # for other launchers to ask the store how the run has ended
 _ONE_TRY_S = 5.0
 _PAUSE_S = 0.5
 _ON_CPU = ("node", "exclusive")

@@ -21,8 +21,10 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
@@ -132,6 +134,9 @@ class ElasticRendezvous:
         self._fewest, self._wait_s = config.min_nodes, float(options["join_timeout"])
         self._place, self._run_id = config.rdzv_endpoint, config.run_id
         self._lost = False
+        self._store, self._launchers = store, f"fxtrain.launchers.{config.run_id}"
+        self._succeeded = f"fxtrain.succeeded.{config.run_id}"
+        store.add(self._launchers, 1)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See `RendezvousHandler`."""
@@ -148,6 +153,11 @@ class ElasticRendezvous:
             raise RendezvousTimeoutError(
                 f"{joined} of {self._fewest} nodes joined within {self._wait_s:.0f} s."
             ) from error
+        except RendezvousClosedError as error:
+            # torch's handler knows this only of a launcher that already stands by.
+            if self._store.check([self._succeeded]):
+                raise RendezvousGracefulExitError("the run succeeded without this node") from error
+            raise
         finally:
             timer.cancel()
         self._before = dict(self._backend.seen.participants)
@@ -199,6 +209,17 @@ class ElasticRendezvous:
         """Nodes that have joined since the attempt began: they wait, or replace one that leaves."""
         state = self._backend.seen
         return len(state.wait_list) + len(state.redundancy_list) if state else 0
+
+    def succeed(self) -> None:
+        """Tell launchers that find the rendezvous closed that the run has succeeded."""
+        self._store.set(self._succeeded, "")
+
+    def end(self, wait_s: float = 0.0) -> None:
+        """End the use of the store, and wait until all launchers of the run have ended theirs."""
+        self._store.add(self._launchers, -1)
+        start = time.monotonic()
+        while self._store.add(self._launchers, 0) > 0 and time.monotonic() - start < wait_s:
+            time.sleep(_POLL_INTERVAL_S)
 
     def leave(self) -> None:
         """Give up this node's place, which would otherwise be free after `noticed_s`."""
