@@ -11,6 +11,8 @@ For a replica that trains independently (`ModelStatus.replica`), "all ranks" are
 """
 
 import struct
+import time
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -21,7 +23,7 @@ from fxtrain import _tree
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
-from fxtrain.ops.transport.exchange import exchange_payloads, has_few_ranks
+from fxtrain.ops.transport.exchange import exchange_payloads, has_few_ranks, rank_loss_guard, settle
 from fxtrain.state import Batch, DistContext, Weighted, WeightedLoss, Wrapped
 
 _NUMBER = struct.Struct("<d")
@@ -148,19 +150,43 @@ def _is_on_host(losses: DistContext) -> bool:
 def _weigh_on_host(loss: Weighted, aux: Any, losses: DistContext, *, present: bool) -> WeightedLoss:
     """As `_weigh_explicit`, of a window of one micro-batch, where no device computes.
 
-    Weights are numbers of Python, and are sent as such: operators and a reduction of tensors would
-    take a tenth of a small step.
+    Weights are numbers of Python, and are added up as such: operators and a reduction of tensors
+    would take a tenth of a small step.
     """
     given: Any = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
     weight = float(given) if present else 0.0
-    payload = torch.frombuffer(bytearray(_NUMBER.pack(weight)), dtype=torch.uint8)
-    parts = exchange_payloads(losses, _TOTAL, payload)
-    total = sum([_NUMBER.unpack(bytes(part.tolist()))[0] for part in parts])
+    total = _sum_weights(losses, weight)
     mean = loss.total.detach()
     mean = mean / (weight or 1.0) if present else torch.zeros_like(mean)
     scale = losses.world_size / total if present and total > 0 else 0.0
     shown = loss.weight if present else weight
     return WeightedLoss(loss=loss.total * scale, mean=mean, weight=shown, aux=aux, explicit=True)
+
+
+def _sum_weights(ctx: DistContext, weight: float) -> float:
+    """The sum of the weights of few ranks that compute on CPUs, equal on all of them.
+
+    Between forward and backward every core computes, and a message of the thread that computes
+    takes a millisecond: gloo's own thread waits for a lock that it holds. An all-reduce runs in
+    another thread. It is not compared. Whatever else uses the control group of all ranks begins
+    with messages, so that nothing mixes: a rank that makes another call is an error after the
+    timeout, which names both. The group of an axis has gradients too, and gets packets.
+
+    Raises:
+        CollectiveError: the calls differ or a rank never joined; on every rank.
+    """
+    control: Any = ctx.comm.control
+    if control is ctx.comm.group:
+        payload = torch.frombuffer(bytearray(_NUMBER.pack(weight)), dtype=torch.uint8)
+        parts = exchange_payloads(ctx, _TOTAL, payload)
+        return sum([_NUMBER.unpack(bytes(part.tolist()))[0] for part in parts])
+    state, total = settle(ctx), torch.tensor([weight], dtype=torch.float64, device="cpu")
+    state.count += 1
+    state.recent.append((state.count, _TOTAL, time.time_ns()))
+    with rank_loss_guard(ctx, _TOTAL):
+        control.allreduce([total]).wait(timedelta(seconds=ctx.comm.timeout_s))
+    state.completed = state.count
+    return total.item()
 
 
 def _provisional_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:

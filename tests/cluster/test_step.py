@@ -215,6 +215,24 @@ def test_a_rank_that_leaves_the_loop_is_named(pair):
     assert not re.search(r"waited 0 s|failed after", str(first))  # the step does not measure it
 
 
+def _gathers_in_place_of_a_step(ctx):
+    fns = fx.StepFns(
+        model=fx.wrap(small_net(), ctx, optimizer=SGD),
+        loss=lambda model, batch: fx.Weighted(square_loss(model, batch), 4),
+    )
+    batch = next(iter(fx.shard(DataLoader(small_data(), batch_size=4), ctx)))
+    with shortened(ctx):
+        return ops.gather(1, ctx) if ctx.rank else fx.step(ctx, batch, fns)
+
+
+def test_weights_do_not_mix_with_another_call(pair):
+    """They are not compared: both ranks wait, and say where each of them did."""
+    errors = pair.outcomes(_gathers_in_place_of_a_step)
+    for rank, (error, call) in enumerate(zip(errors, ["step", "gather"], strict=True)):
+        assert isinstance(error, fx.CollectiveError) and error.code == "FX302"
+        assert re.search(rf"rank {rank}: waited .* in {call} at", str(error))
+
+
 def _unreduced(ctx):
     model = fx.wrap(small_net(), ctx, fx.Plan(strategy=fx.DDP(static_graph=True)))
     with ops.sync(model, enabled=False):

@@ -114,7 +114,8 @@ def test_a_step_makes_the_collectives_of_ddp_and_hides_none(pair):
     for counts in pair.run(_step_counts, False, 2):
         assert counts == [{}, first, {}, grads]
     for counts in pair.run(_step_counts, True, 1):
-        assert counts == [grads | {"send": 2, "recv": 2}, *[weight | grads] * 3]
+        both = {"all_reduce": 2}
+        assert counts == [both | PACKET, *[both] * 3]
     for counts in pair.run(_step_counts, True, 2):
         assert counts == [weight, grads | {"send": 2, "recv": 2}, weight, weight | grads]
 
