@@ -168,12 +168,12 @@ def _sum_weights(ctx: DistContext, weight: float) -> float:
 
     Between forward and backward every core computes, and a message of the thread that computes
     takes a millisecond: gloo's own thread waits for a lock that it holds. An all-reduce runs in
-    another thread. It is not compared. Whatever else uses the control group of all ranks begins
-    with messages, so that nothing mixes: a rank that makes another call is an error after the
-    timeout, which names both. The group of an axis has gradients too, and gets packets.
+    another thread. It is not compared. Calls that are compared begin with messages, with which it
+    does not mix: where a rank makes one of them instead, both wait for the timeout, and the error
+    names both. The group of an axis has gradients too, so there packets are sent.
 
     Raises:
-        CollectiveError: the calls differ or a rank never joined; on every rank.
+        CollectiveError: a rank never joined; on every rank. Over an axis, also that calls differ.
     """
     control: Any = ctx.comm.control
     if control is ctx.comm.group:

@@ -217,8 +217,8 @@ class ElasticRendezvous:
     def end(self, wait_s: float = 0.0) -> None:
         """End the use of the store, and wait until all launchers of the run have ended theirs."""
         self._store.add(self._launchers, -1)
-        start = time.monotonic()
-        while self._store.add(self._launchers, 0) > 0 and time.monotonic() - start < wait_s:
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and self._store.add(self._launchers, 0) > 0:
             time.sleep(_POLL_INTERVAL_S)
 
     def leave(self) -> None:
