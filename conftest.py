@@ -191,7 +191,7 @@ def clusters() -> Iterator[dict[int, Cluster]]:
     from fxtrain.testing import Cluster
 
     longer = patience()
-    pools = {n: Cluster(n, timeout_s=5.0 * longer, call_s=100.0 * longer) for n in (1, 2, 4)}
+    pools = {n: Cluster(n, timeout_s=20.0 * longer, call_s=100.0 * longer) for n in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()

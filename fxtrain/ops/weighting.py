@@ -12,12 +12,12 @@ For a replica that trains independently (`ModelStatus.replica`), "all ranks" are
 
 import struct
 import time
-from datetime import timedelta
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from fxtrain import _tree
 from fxtrain.errors import StepError
@@ -117,7 +117,8 @@ def _weigh_explicit(
             f"to one number, the count of items that the total adds up.",
             code="FX502",
         )
-    if not provisional and _is_on_host(losses):
+    on_host = not provisional and _is_on_host(losses)
+    if on_host and not losses.comm.simulated:  # a dry run has no values
         return _weigh_on_host(loss, aux, losses, present=present)
     weight = as_scalar(loss.weight, window.sums)
     # Not a product: the weight of placeholder rows may be infinite.
@@ -126,7 +127,10 @@ def _weigh_explicit(
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)
     if not provisional:
-        total = reduce(weight, losses, op="sum")
+        if on_host and _has_own_control(losses):
+            total = _all_reduced(weight.to(torch.float64, copy=True), losses)
+        else:
+            total = reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
     else:
         if window.micro <= 1 and batch.part == 0:
@@ -142,9 +146,14 @@ def _weigh_explicit(
 
 
 def _is_on_host(losses: DistContext) -> bool:
-    """Whether a few ranks compute on CPUs, and have values, unlike those of a dry run."""
+    """Whether a few ranks compute on CPUs."""
     on_cpu = losses.device.type == "cpu" and losses.world_size > 1
-    return on_cpu and has_few_ranks(losses) and not losses.comm.simulated
+    return on_cpu and has_few_ranks(losses)
+
+
+def _has_own_control(ctx: DistContext) -> bool:
+    """Whether the group for control traffic is not that of gradients, as that of an axis may be."""
+    return ctx.comm.control is not ctx.comm.group
 
 
 def _weigh_on_host(loss: Weighted, aux: Any, losses: DistContext, *, present: bool) -> WeightedLoss:
@@ -166,27 +175,33 @@ def _weigh_on_host(loss: Weighted, aux: Any, losses: DistContext, *, present: bo
 def _sum_weights(ctx: DistContext, weight: float) -> float:
     """The sum of the weights of few ranks that compute on CPUs, equal on all of them.
 
+    Raises:
+        CollectiveError: a rank never joined; on every rank. Over an axis, also that calls differ.
+    """
+    if _has_own_control(ctx):
+        number = torch.tensor(weight, dtype=torch.float64, device="cpu")
+        return _all_reduced(number, ctx).item()
+    payload = torch.frombuffer(bytearray(_NUMBER.pack(weight)), dtype=torch.uint8)
+    parts = exchange_payloads(ctx, _TOTAL, payload)
+    return sum([_NUMBER.unpack(bytes(part.tolist()))[0] for part in parts])
+
+
+def _all_reduced(weight: Tensor, ctx: DistContext) -> Tensor:
+    """The sum of the weights, in place, over the control group of all ranks.
+
     Between forward and backward every core computes, and a message of the thread that computes
     takes a millisecond: gloo's own thread waits for a lock that it holds. An all-reduce runs in
     another thread. It is not compared. Calls that are compared begin with messages, with which it
     does not mix: where a rank makes one of them instead, both wait for the timeout, and the error
     names both. The group of an axis has gradients too, so there packets are sent.
-
-    Raises:
-        CollectiveError: a rank never joined; on every rank. Over an axis, also that calls differ.
     """
-    control: Any = ctx.comm.control
-    if control is ctx.comm.group:
-        payload = torch.frombuffer(bytearray(_NUMBER.pack(weight)), dtype=torch.uint8)
-        parts = exchange_payloads(ctx, _TOTAL, payload)
-        return sum([_NUMBER.unpack(bytes(part.tolist()))[0] for part in parts])
-    state, total = settle(ctx), torch.tensor([weight], dtype=torch.float64, device="cpu")
+    state = settle(ctx)
     state.count += 1
     state.recent.append((state.count, _TOTAL, time.time_ns()))
     with rank_loss_guard(ctx, _TOTAL):
-        control.allreduce([total]).wait(timedelta(seconds=ctx.comm.timeout_s))
+        dist.all_reduce(weight, group=ctx.comm.control)
     state.completed = state.count
-    return total.item()
+    return weight
 
 
 def _provisional_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:

@@ -24,12 +24,13 @@ def with_timeout(ctx: DistContext, timeout_s: float = 0.5) -> DistContext:
 
 @contextmanager
 def shortened(ctx: DistContext, timeout_s: float = 0.5) -> Iterator[None]:
-    """All collectives on a context's group time out soon, also those of models on it."""
+    """All collectives on a context's groups time out soon, also those of models on them."""
     usual_s = ctx.comm.timeout_s
 
     def set_timeout(seconds: float) -> None:
         object.__setattr__(ctx.comm, "timeout_s", seconds)
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), ctx.comm.group)
+        for group in (ctx.comm.group, ctx.comm.control):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     set_timeout(timeout_s)
     try:
