@@ -350,11 +350,10 @@ def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
         stands = read_stands(folder)
     silent = [stand.record for stand in stands if stand.record["asked"] != asked]
     silent = [record for record in silent if _is_here(record)]
-    for record in silent:
-        if record["signal"]:
-            os.kill(record["pid"], signal.SIGUSR2)
-    if silent:
-        time.sleep(_POLL_S * 5)
+    told = [record for record in silent if record["signal"]]
+    for record in told:
+        os.kill(record["pid"], signal.SIGUSR2)
+    wait_for_stacks([record_path(folder, record["rank"]) for record in told], asked, patience_s)
     for record in silent:
         path = record_path(folder, record["rank"])
         if path.with_suffix(".stacks").stat().st_mtime < asked:
@@ -362,6 +361,22 @@ def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
     stands = read_stands(folder)
     write_report(folder, stands)
     return stands
+
+
+def wait_for_stacks(records: Sequence[Path], since: float, patience_s: float) -> None:
+    """Wait until stacks have been written after a time and no longer grow; `patience_s` at most.
+
+    Frame by frame, `faulthandler` writes into a file that others read.
+    """
+    late = [path.with_suffix(".stacks") for path in records]
+    sizes: dict[Path, int] = {}
+    deadline = time.monotonic() + patience_s
+    while late and time.monotonic() < deadline:
+        time.sleep(2 * _POLL_S)
+        found = {path: path.stat() for path in late}
+        before = sizes
+        sizes = {path: stat.st_size for path, stat in found.items() if stat.st_mtime >= since}
+        late = [path for path in late if path not in sizes or sizes[path] != before.get(path)]
 
 
 def _is_here(record: dict[str, Any]) -> bool:

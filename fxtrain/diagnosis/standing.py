@@ -33,6 +33,7 @@ from fxtrain.diagnosis.stacks import (
     process_start,
     read_stands,
     record_path,
+    wait_for_stacks,
     write_report,
 )
 from fxtrain.ops.closing import within
@@ -42,7 +43,7 @@ from fxtrain.state import AccumulationWindow, Comm, DistContext
 
 _TICK_S = 0.2
 _SHARE = 0.75  # of the timeout of collectives, so that ranks write before they fail
-_PATIENCE_S = 3.0  # for the other ranks to write, before rank 0 compares them; less before it fails
+_PATIENCE_S = 5.0  # for the other ranks to write, before rank 0 compares them; less before it fails
 _STORE_S = 1.0
 _ARM_S = 2.0  # less than rank 0 waits, by which stacks of a locked rank may come later
 _TORCH_CALLS = 64  # the last ones of a rank
@@ -134,8 +135,11 @@ class _Watch(threading.Thread):
             self._ctx.comm.store.set(f"stands/{self._ctx.rank}", text)
 
     def _report(self) -> None:
-        """Compare where all ranks stand, and print it."""
-        self._stopped.wait(min(_PATIENCE_S, (self._ctx.comm.timeout_s - self._bound_s) / 2))
+        """Compare where all ranks stand, once they have written it, and print it."""
+        paths = [record_path(self._folder, rank) for rank in range(self._ctx.world_size)]
+        here = [path for path in paths if path.exists()]
+        left_s = _SHARE * (self._ctx.comm.timeout_s - self._bound_s)
+        wait_for_stacks(here, time.time() - self._bound_s, min(_PATIENCE_S, left_s))
         if self._ctx.num_nodes > 1:
             within(_PATIENCE_S, self._receive)
         text = write_report(self._folder, read_stands(self._folder))

@@ -14,6 +14,7 @@ import faulthandler
 import functools
 import importlib
 import importlib.util
+import io
 import json
 import os
 import runpy
@@ -56,6 +57,9 @@ def main() -> dict[str, object]:
     sys.excepthook = functools.partial(_record, folder)
     atexit.register(_end_at_once)  # registered first, so it runs last
     sys.argv[:] = [target, *args]
+    # `python -u` writes the end of a line on its own, before which those of other ranks may come.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         return become(how, target)
     except SystemExit as leaving:

@@ -29,7 +29,7 @@ def rank_command(
 ) -> tuple[str, ...]:
     """The command that becomes one rank, with its error recorded for the launcher.
 
-    Output is unbuffered, so that lines of several ranks keep their order. Errors go to the folder
+    Output is written line by line, so that lines of several ranks keep their order. Errors go to the folder
     `errors` if the launcher does not name a file for them. Cores are those of each local rank
     between slashes, such as 0,1/2,3.
     """

@@ -3,9 +3,13 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
+from fxtrain.launchers import child
 from tests._patience import patience, wait_for
 from tests._slow import slow_after
 from tests.launched._run import FXTRAIN, ROOT, SCRIPTS, finish, run, run_fork, start
@@ -34,6 +38,19 @@ def test_script_finds_its_arguments_and_place():
     assert told["OMP_NUM_THREADS"] == "3"  # the user's choice
     assert (told["MASTER_ADDR"], told["WORLD_SIZE"]) == ("127.0.0.1", "2")
     assert ended.err == ""
+
+
+@pytest.mark.skipif(not hasattr(socket, "SOCK_SEQPACKET"), reason="which keeps writes apart")
+def test_a_line_is_written_at_once(tmp_path):
+    """So that those of ranks that write at the same time stay whole."""
+    script = tmp_path / "script.py"
+    script.write_text("print('one', 2)\nprint('three', end='', flush=True)\nprint()\n")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        words = (sys.executable, "-u", child.__file__, "script", "--", str(script))
+        assert not subprocess.run(words, stdout=theirs, check=False).returncode
+        theirs.close()
+        assert [*iter(lambda: ours.recv(99), b"")] == [b"one 2\n", b"three", b"\n"]
 
 
 def test_module():

@@ -67,7 +67,7 @@ def _check(text, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["step", "gather", "lock"])
 def test_a_run_without_progress_names_the_rank_that_stands_apart(tmp_path, how):
-    words = _launch(tmp_path, how, 6 * patience())
+    words = _launch(tmp_path, how, 12 * patience())
     done = run_fork(*words, timeout_s=120, TORCH_FR_BUFFER_SIZE="100")
     assert done.code
     assert re.search(

@@ -26,9 +26,7 @@ def main():
             if notice.due(report.position):
                 break
         fx.save(sys.argv[1], ctx, model, position=report.position)
-        told = json.dumps({"rank": ctx.rank, "left_at": report.position.updates})
-        # One write: unbuffered, print's own newline would be a second, and ranks write at once.
-        sys.stdout.write(f"{told}\n")
+        print(json.dumps({"rank": ctx.rank, "left_at": report.position.updates}))
 
 
 if __name__ == "__main__":
