@@ -43,13 +43,12 @@ _TITAN = attrs.evolve(
     memory=96 * 10**9,
     memory_bandwidth=2.4e12,
     efficiency=_H100.efficiency * _CLOCK,
-    attention_efficiency=_H100.attention_efficiency * _CLOCK,
+    attention_flops={dtype: _CLOCK * rate for dtype, rate in _H100.attention_flops.items()},
 )
 # fxtrain's pipelines take no fp8: their products have its rate here, and no casts.
 _TITAN_STAGES = attrs.evolve(
     _TITAN,
     flops={**_TITAN.flops, "bf16": _TITAN.flops["fp8"]},
-    attention_efficiency=_TITAN.attention_efficiency / 2,  # of attention, which stays in bf16
 )
 _DEVICES = {
     "torchtitan": _TITAN,

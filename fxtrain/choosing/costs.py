@@ -11,6 +11,7 @@ from fxtrain.state.registry import strategy_of
 
 _DATA = {"replicate", "shard", "context"}
 _OVERLAPPED = {"all_gather", "reduce_scatter", "all_reduce"}
+_PASSES = ("forward", "backward")
 # torch.compile fuses elementwise operators. An assumption: a fused one reads and writes half as
 # much, with half as many launches.
 _FUSED = 0.5
@@ -88,6 +89,8 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
         # On a GPU, an optimizer updates many tensors with one launch.
         if operator.phase != "update" or device.type == "cpu":
             launches[operator.phase] += scale * device.launch_s
+    for phase in _PASSES:
+        launches[phase] += device.hook_s * _count_hooks(run, plan) / len(_PASSES)
     launch = 0.0
     for phase, busy_s in phases.items():
         more = launches[phase] if device.type == "cpu" else max(0.0, launches[phase] - busy_s)
@@ -110,17 +113,25 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
 
 def _roofline(operator: Operator, device: Device, *, on_host: bool) -> tuple[float, float]:
     """Seconds of one call by its FLOPs, and by its bytes."""
-    peak = device.flops.get(operator.dtype, min(device.flops.values()))
+    rates, efficiency = device.flops, device.efficiency
+    for name, own in (
+        ("attention", device.attention_flops),
+        ("convolution", device.convolution_flops),
+    ):
+        if own and name in operator.name:
+            rates, efficiency = own, 1.0
     bandwidth = device.host_bandwidth if on_host else device.memory_bandwidth
-    efficiency = device.efficiency
-    if "attention" in operator.name:
-        efficiency = device.attention_efficiency
-    elif "convolution" in operator.name:
-        efficiency = device.convolution_efficiency
     return (
-        operator.flops / (peak * efficiency),
+        operator.flops / (rates.get(operator.dtype, min(rates.values())) * efficiency),
         operator.bytes / (bandwidth * device.bandwidth_efficiency),
     )
+
+
+def _count_hooks(run: DryRun, plan: Plan) -> int:
+    """How many collectives Python starts within the passes: those of DDP are not among them."""
+    gathers = "forward" in strategy_of(plan.strategy).overlapped(plan)
+    own = [row for row in run.step if gathers or not _is_of_data(row, run, plan)]
+    return sum(row.count for row in own if row.kind != "recv")
 
 
 def _links(
@@ -128,23 +139,27 @@ def _links(
 ) -> tuple[float, float]:
     """Seconds of data ranks' collectives that exceed what they overlap with, and of all others."""
     passes = strategy_of(plan.strategy).overlapped(plan)
-    gathers = "forward" in passes
     window = sum(phases[name] for name in passes)
     # Gradients that are reduced bucket by bucket travel in the last micro-batch only.
-    window /= 1 if gathers or plan.sync_each else plan.accumulate
+    window /= 1 if "forward" in passes or plan.sync_each else plan.accumulate
     total = first = exposed = 0.0
     for row in run.step:
         seconds = row.count * collective_s(row, run, device)
-        axes = set(_axes(row, run.mesh))
-        # Hybrid sharding may have a mesh of its own.
-        shared = axes <= _DATA and axes != {"context"} if axes else gathers
-        if shared and row.kind in _OVERLAPPED:
+        if row.kind in _OVERLAPPED and _is_of_data(row, run, plan):
             total += seconds
             first = max(first, seconds / row.count)
         else:
             exposed += seconds
     # Nothing computes during the first gather, or the reduction of the last bucket.
     return first + max(0.0, total - first - device.overlap * window), exposed
+
+
+def _is_of_data(row: Traffic, run: DryRun, plan: Plan) -> bool:
+    """Whether a collective is one of parameters or gradients over data ranks."""
+    axes = set(_axes(row, run.mesh))
+    if not axes:  # hybrid sharding may have a mesh of its own
+        return "forward" in strategy_of(plan.strategy).overlapped(plan)
+    return axes <= _DATA and axes != {"context"}
 
 
 def _axes(row: Traffic, mesh: Mesh) -> tuple[str, ...]:
@@ -177,7 +192,8 @@ def collective_s(row: Traffic, run: DryRun, device: Device) -> float:
     if nodes > 1:
         bandwidth = min(bandwidth, local * device.node_bandwidth)
         hop = (device.link_latency_s * (local - 1) + device.node_latency_s) / local
-    bandwidth *= device.bandwidth_efficiency
+    reached = device.bandwidth_efficiency * device.collective_efficiency.get(row.kind, 1.0)
+    bandwidth *= reached
     tree = math.ceil(math.log2(ranks)) * (device.node_latency_s if nodes > 1 else hop)
     if row.kind == "all_reduce":
         # NCCL and gloo choose a tree or a ring by size.
@@ -190,8 +206,7 @@ def collective_s(row: Traffic, run: DryRun, device: Device) -> float:
         remote = (ranks - local) / ranks * size / device.node_bandwidth if nodes > 1 else 0.0
         return (
             hop * (ranks - 1)
-            + max(size * (local - 1) / ranks / device.link_bandwidth, remote)
-            / device.bandwidth_efficiency
+            + max(size * (local - 1) / ranks / device.link_bandwidth, remote) / reached
         )
     elif row.kind == "barrier":
         hops, sent = tree, 0.0

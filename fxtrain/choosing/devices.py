@@ -14,10 +14,19 @@ from fxtrain.state.files import read_record
 _positive = above(0)
 
 
-def _are_rates(_: Any, __: Any, value: Mapping[str, Any]) -> None:
-    rates = value.values()
-    if not value or not all(type(rate) in (int, float) and 0 < rate < 1e30 for rate in rates):
+def _are_rates(_: Any, field: Any, value: Mapping[str, Any]) -> None:
+    known = all(type(rate) in (int, float) and 0 < rate < 1e30 for rate in value.values())
+    if not known or (not value and field.default is attrs.NOTHING):
         raise ValueError("choose FLOP/s above 0 by dtype, such as {'bf16': 312e12}.")
+
+
+def _are_shares(_: Any, __: Any, value: Mapping[str, Any]) -> None:
+    if not all(type(share) in (int, float) and 0 < share < 1e6 for share in value.values()):
+        raise ValueError("choose shares above 0 by kind, such as {'all_gather': 0.8}.")
+
+
+def _table(choose: str, check: Any, **default: Any) -> Any:
+    return attrs.field(validator=check, hash=False, metadata={"choose": choose}, **default)
 
 
 @record
@@ -32,15 +41,20 @@ class Device:
         memory: Bytes.
         flops: Peak FLOP/s by dtype: fp32, tf32, bf16, fp16, fp8. Another dtype takes the lowest.
         efficiency: Share of the peak that large matrix products reach.
-        attention_efficiency: Share of the peak that fused attention reaches.
-        convolution_efficiency: Share of the peak that convolutions reach.
+        attention_flops: FLOP/s that fused attention reaches, by dtype. Where it is empty, those of
+            matrix products.
+        convolution_flops: FLOP/s that convolutions reach, likewise.
         memory_bandwidth: Bytes per second that operators read and write.
         launch_s: Seconds to launch an operator.
+        hook_s: Seconds of the host for each collective that Python starts within a pass: those of
+            FSDP, of tensor parallelism, of pipelines; not those of DDP.
         link_bandwidth: Bytes per second that a device sends to another one of its node.
         link_latency_s: Seconds until the first byte arrives.
         node_bandwidth: Bytes per second that a device sends to another node.
         node_latency_s: Seconds until the first byte arrives there.
         bandwidth_efficiency: Share of these bandwidths that is reached.
+        collective_efficiency: Share of that of an all-reduce that another collective reaches, by
+            kind, such as all_gather. A kind that is missing reaches as much.
         host_bandwidth: Bytes per second between the device and host memory.
         overlap: Share of the time of operators during which links can work as well.
         ranks_per_node: Devices of a node.
@@ -56,19 +70,25 @@ class Device:
     source: str = ""
     type: Literal["gpu", "cpu"] = "gpu"
     memory: int = attrs.field(validator=at_least(1))
-    flops: Mapping[str, float] = attrs.field(
-        validator=_are_rates, hash=False, metadata={"choose": "a table of FLOP/s by dtype"}
-    )
+    flops: Mapping[str, float] = _table("a table of FLOP/s by dtype", _are_rates)
     efficiency: float = attrs.field(default=1.0, validator=_positive)
-    attention_efficiency: float = attrs.field(default=1.0, validator=_positive)
-    convolution_efficiency: float = attrs.field(default=1.0, validator=_positive)
+    attention_flops: Mapping[str, float] = _table(
+        "a table of FLOP/s by dtype", _are_rates, factory=dict
+    )
+    convolution_flops: Mapping[str, float] = _table(
+        "a table of FLOP/s by dtype", _are_rates, factory=dict
+    )
     memory_bandwidth: float = attrs.field(validator=above(0))
     launch_s: float = attrs.field(validator=at_least(0))
+    hook_s: float = attrs.field(default=0.0, validator=at_least(0))
     link_bandwidth: float = attrs.field(validator=above(0))
     link_latency_s: float = attrs.field(validator=at_least(0))
     node_bandwidth: float = attrs.field(validator=above(0))
     node_latency_s: float = attrs.field(validator=at_least(0))
     bandwidth_efficiency: float = attrs.field(default=1.0, validator=_positive)
+    collective_efficiency: Mapping[str, float] = _table(
+        "a table of shares by kind", _are_shares, factory=dict
+    )
     host_bandwidth: float = attrs.field(default=25e9, validator=above(0))
     overlap: float = attrs.field(default=1.0, validator=at_least(0, 1))
     ranks_per_node: int = attrs.field(default=8, validator=at_least(1))
@@ -80,7 +100,8 @@ def _published(
     gb: int,
     memory_tb: float,
     rates: tuple[float | None, ...],
-    **links: float,
+    attention: float = 0.35,
+    **figures: float,
 ) -> Device:
     """A device of the table; `rates` are TFLOP/s of dense products, in the order of `_DTYPES`.
 
@@ -88,21 +109,24 @@ def _published(
     FlashAttention-2 reaches 35 % of the peak of an H100 (arXiv:2407.08608) and 50 to 73 % of that
     of an A100 (arXiv:2307.08691).
     """
-    shares = {"efficiency": 0.7, "attention_efficiency": 0.35, "convolution_efficiency": 0.5}
-    links = {"node_bandwidth": 50e9, "host_bandwidth": 50e9, **shares, **links}
+    figures = {"node_bandwidth": 50e9, "host_bandwidth": 50e9, "efficiency": 0.7, **figures}
     assumed = "Efficiencies, latencies and the time of a launch are assumptions of fxtrain."
     peaks = zip(_DTYPES, rates, strict=True)
+    flops = {dtype: rate * 1e12 for dtype, rate in peaks if rate is not None}
     return Device(
         name=name,
         source=f"{source}. {assumed}",
         memory=gb * 10**9,
-        flops={dtype: rate * 1e12 for dtype, rate in peaks if rate is not None},
+        flops=flops,
+        attention_flops={dtype: attention * rate for dtype, rate in flops.items()},
+        convolution_flops={dtype: 0.5 * rate for dtype, rate in flops.items()},
         memory_bandwidth=memory_tb * 1e12,
         launch_s=5e-6,
+        hook_s=1e-4,
         link_latency_s=2e-6,
         node_latency_s=5e-6,
         bandwidth_efficiency=0.8,
-        **links,  # pyright: ignore[reportArgumentType]
+        **figures,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -115,7 +139,7 @@ _TABLE = (
         "NVIDIA A100 Tensor Core GPU data sheet (80GB SXM: dense rates, NVLink 600 GB/s in both "
         "directions); NVIDIA DGX A100 data sheet (200 Gb/s per GPU between nodes)",
         80, 2.039, (19.5, 156, 312, 312, None), link_bandwidth=300e9, node_bandwidth=25e9,
-        host_bandwidth=25e9, efficiency=0.8, attention_efficiency=0.6,
+        host_bandwidth=25e9, efficiency=0.8, attention=0.6,
     ),
     _published(
         "H100",

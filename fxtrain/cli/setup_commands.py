@@ -85,10 +85,15 @@ def _figures(device: Device) -> list[tuple[str, float]]:
     """The measured figures in the units of data sheets."""
     return [
         *((f"{dtype} products, TFLOP/s", rate / 1e12) for dtype, rate in device.flops.items()),
-        ("attention, of these", device.attention_efficiency),
-        ("convolutions, of these", device.convolution_efficiency),
+        *((f"{dtype} attention", rate / 1e12) for dtype, rate in device.attention_flops.items()),
+        *(
+            (f"{dtype} convolutions", rate / 1e12)
+            for dtype, rate in device.convolution_flops.items()
+        ),
         ("memory, GB/s", device.memory_bandwidth / 1e9),
         ("launch, us", device.launch_s * 1e6),
+        ("hooks of a collective, us", device.hook_s * 1e6),
+        *((f"{kind}, of an all-reduce", n) for kind, n in device.collective_efficiency.items()),
         ("links in a node, GB/s", device.link_bandwidth / 1e9),
         ("latency in a node, us", device.link_latency_s * 1e6),
         ("links between nodes, GB/s", device.node_bandwidth / 1e9),

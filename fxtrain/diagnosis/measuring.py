@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +25,7 @@ from fxtrain._display import counted
 from fxtrain._host_memory import available_memory
 from fxtrain.choosing.devices import Device
 from fxtrain.meters import memory
+from fxtrain.ops.collectives import gather_into, reduce_scatter
 from fxtrain.ops.devices import synchronize
 from fxtrain.profiling.operators import operator_call
 from fxtrain.state import DistContext, loads, write_record
@@ -47,6 +50,24 @@ def median_s(call: Callable[[], object], ctx: DistContext, each_s: float = _EACH
     count = ops.broadcast_object(max(3, min(200, int(each_s / max(took, 1e-6)))), ctx)
     times = [_once(call, ctx) for _ in range(count)]
     return max(ops.gather_objects(statistics.median(times), ctx))
+
+
+def mean_s(call: Callable[[], object], ctx: DistContext, each_s: float = _EACH_S) -> float:
+    """Mean seconds of a call that every rank repeats for as long; of the slowest rank.
+
+    A mean, since ranks may have fewer cores than there are ranks, and then compute in turns.
+
+    Effects:
+        About `each_s` seconds of calls, and two exchanges.
+    """
+    call()  # allocates
+    ops.barrier(ctx)
+    count, took, started = 0, 0.0, time.perf_counter()
+    while took < each_s:
+        _once(call, ctx)
+        count += 1
+        took = time.perf_counter() - started
+    return max(ops.gather_objects(took / count, ctx))
 
 
 def _once(call: Callable[[], object], ctx: DistContext) -> float:
@@ -78,7 +99,7 @@ def product_rate(ctx: DistContext, dtype: torch.dtype, each_s: float = _EACH_S) 
         torch.mm(a, b.t())
         torch.mm(a.t(), b)
 
-    return 3 * 2 * side**3 / median_s(products, ctx, each_s)
+    return 3 * 2 * side**3 / mean_s(products, ctx, each_s)
 
 
 def gradient_rate(
@@ -86,32 +107,32 @@ def gradient_rate(
     fn: Callable[..., torch.Tensor],
     shapes: Sequence[tuple[int, ...]],
     flops: int,
+    dtype: torch.dtype,
     each_s: float = _EACH_S,
 ) -> float:
     """FLOP/s of the forward and backward of a function of tensors with these shapes."""
-    dtype = torch.float32 if ctx.device.type == "cpu" else torch.bfloat16
     tensors = [
         torch.ones(shape, dtype=dtype, device=ctx.device, requires_grad=True) for shape in shapes
     ]
-    return flops / median_s(lambda: torch.autograd.grad(fn(*tensors).sum(), tensors), ctx, each_s)
+    return flops / mean_s(lambda: torch.autograd.grad(fn(*tensors).sum(), tensors), ctx, each_s)
 
 
-def attention_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
+def attention_rate(ctx: DistContext, dtype: torch.dtype, each_s: float = _EACH_S) -> float:
     """FLOP/s of causal attention, forward and backward."""
     on_cpu = ctx.device.type == "cpu"
     shape_BHTK = batch, heads, length, width = (2, 4, 512, 32) if on_cpu else (4, 16, 4096, 128)
     attend = partial(F.scaled_dot_product_attention, is_causal=True)
     # Two products of which causal attention computes half, and five of them in backward.
     flops = 7 * batch * heads * length**2 * width
-    return gradient_rate(ctx, attend, [shape_BHTK] * 3, flops, each_s)
+    return gradient_rate(ctx, attend, [shape_BHTK] * 3, flops, dtype, each_s)
 
 
-def convolution_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
+def convolution_rate(ctx: DistContext, dtype: torch.dtype, each_s: float = _EACH_S) -> float:
     """FLOP/s of a convolution, forward and backward."""
     rows, channels, side = (16, 32, 32) if ctx.device.type == "cpu" else (64, 128, 56)
     shapes = [(rows, channels, side, side), (channels, channels, 3, 3)]
     flops = 3 * 2 * rows * side**2 * channels**2 * 9
-    return gradient_rate(ctx, partial(F.conv2d, padding=1), shapes, flops, each_s)
+    return gradient_rate(ctx, partial(F.conv2d, padding=1), shapes, flops, dtype, each_s)
 
 
 def memory_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
@@ -133,7 +154,7 @@ def memory_rate(ctx: DistContext, each_s: float = _EACH_S) -> float:
         x.addcmul_(y, y, value=0.0)
 
     moved = 2 * 3 + 4 * 2 + 2 + 3  # tensors that these read and write
-    return moved * x.numel() * x.element_size() / median_s(operators, ctx, each_s)
+    return moved * x.numel() * x.element_size() / mean_s(operators, ctx, each_s)
 
 
 class _Counter(TorchDispatchMode):
@@ -164,7 +185,7 @@ def launch_s(ctx: DistContext, each_s: float = _EACH_S) -> float:
     step()
     with _Counter() as counter:
         step()
-    return median_s(step, ctx, each_s) / counter.count
+    return mean_s(step, ctx, each_s) / counter.count
 
 
 def all_reduce_figures(ctx: DistContext, axis: str, each_s: float = _EACH_S) -> tuple[float, float]:
@@ -176,6 +197,52 @@ def all_reduce_figures(ctx: DistContext, axis: str, each_s: float = _EACH_S) -> 
     # The formulas of fxtrain.choosing.costs, solved for the two.
     hops = 2 * min(math.ceil(math.log2(n)), n - 1)
     return 2 * _LARGE * (n - 1) / n / max(most_s - least_s, 1e-9), least_s / hops
+
+
+def collective_shares(ctx: DistContext, each_s: float = _EACH_S) -> dict[str, float]:
+    """Bandwidths of collectives over all ranks, as shares of that of an all-reduce."""
+    group, n = ctx.comm.group, ctx.world_size
+    rates: dict[str, float] = {}
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        took: list[float] = []
+        for size in (_SMALL, _LARGE):
+            part = torch.zeros(size // 4 // n + 1, device=ctx.device)
+            full = part.repeat(n)
+            received = torch.empty_like(full)
+            call = {
+                "all_reduce": partial(dist.all_reduce, full),
+                "all_gather": partial(gather_into, full, part),
+                "reduce_scatter": partial(reduce_scatter, part, full),
+                "all_to_all": partial(dist.all_to_all_single, received, full),
+            }[kind]
+            took.append(median_s(partial(call, group=group), ctx, each_s / 4))
+        # An all-reduce sends as much twice.
+        rates[kind] = (1 + (kind == "all_reduce")) / max(took[1] - took[0], 1e-9)
+    return {kind: rate / rates["all_reduce"] for kind, rate in rates.items()}
+
+
+def hook_s(ctx: DistContext, each_s: float = _EACH_S) -> float:
+    """Seconds of the host for a collective of FSDP, between operators of a millisecond.
+
+    It is what a training step takes longer in eight units than in one, by the collectives that
+    these have more: a unit gathers its parameters twice, and the root once.
+    """
+    group: Any = ctx.comm.group
+    mesh = DeviceMesh.from_group(group, ctx.device.type)
+    x = torch.ones(4096, 128, device=ctx.device)
+    took: list[float] = []
+    for units in (1, 8):
+        net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))).to(ctx.device)
+        for layer in net if units > 1 else ():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+
+        def step(net: nn.Module = net) -> None:
+            net(x).square().mean().backward()
+            net.zero_grad()
+
+        took.append(median_s(step, ctx, each_s / 2))
+    return max(0.0, took[1] - took[0]) / (8 * 3 - 2)
 
 
 def overlap(ctx: DistContext, each_s: float = _EACH_S) -> float:
@@ -232,14 +299,19 @@ def measure_device(
     on_cpu = ctx.device.type == "cpu"
     axes = [axis for axis in AXES if ctx.world_size > 1 and ctx.axis(axis).world_size > 1]
     axes += ["node"] if ctx.num_nodes > 1 and ctx.local_world_size > 1 else []
+    between = {
+        "collectives": partial(collective_shares, ctx, each_s),
+        "hooks": partial(hook_s, ctx, each_s),
+        "overlap": partial(overlap, ctx, each_s),
+    }
     figures: dict[str, Callable[[], Any]] = {
         **{name: partial(product_rate, ctx, dtype, each_s) for name, dtype in _DTYPES.items()},
-        "attention": partial(attention_rate, ctx, each_s),
-        "convolutions": partial(convolution_rate, ctx, each_s),
+        "attention": partial(_by_dtype, attention_rate, ctx, each_s),
+        "convolutions": partial(_by_dtype, convolution_rate, ctx, each_s),
         "memory": partial(memory_rate, ctx, each_s),
         "launches": partial(launch_s, ctx, each_s),
         **{axis: partial(all_reduce_figures, ctx, axis, each_s) for axis in axes},
-        **({"overlap": partial(overlap, ctx, each_s)} if axes else {}),
+        **(between if axes else {}),
     }
     found: dict[str, Any] = {}
     for number, (name, figure) in enumerate(figures.items()):
@@ -247,7 +319,6 @@ def measure_device(
         found[name] = figure()
     done("", len(figures), len(figures))
     total = available_memory()[1] // ctx.local_world_size if on_cpu else memory(ctx).total
-    rate = found["fp32" if on_cpu else "bf16"]
     module: Any = torch.get_device_module(ctx.device)
     return Device(
         name=platform.machine() if on_cpu else module.get_device_name(ctx.device),
@@ -256,14 +327,23 @@ def measure_device(
         type="cpu" if on_cpu else "gpu",
         memory=total or 1,
         flops={name: found[name] for name in _DTYPES},
-        attention_efficiency=found["attention"] / rate,
-        convolution_efficiency=found["convolutions"] / rate,
+        attention_flops=found["attention"],
+        convolution_flops=found["convolutions"],
         memory_bandwidth=found["memory"],
         launch_s=found["launches"],
+        hook_s=found.get("hooks", 0.0),
+        collective_efficiency=found.get("collectives", {}),
         overlap=found.get("overlap", 0.0 if on_cpu else 1.0),
         ranks_per_node=ctx.local_world_size,
         **_links(ctx, {axis: found[axis] for axis in axes}),
     )
+
+
+def _by_dtype(
+    rate: Callable[[DistContext, torch.dtype, float], float], ctx: DistContext, each_s: float
+) -> dict[str, float]:
+    """A rate in fp32 and bf16."""
+    return {name: rate(ctx, _DTYPES[name], each_s / 2) for name in ("fp32", "bf16")}
 
 
 def _links(ctx: DistContext, figures: dict[str, tuple[float, float]]) -> dict[str, float]:

@@ -29,9 +29,9 @@ def rank_command(
 ) -> tuple[str, ...]:
     """The command that becomes one rank, with its error recorded for the launcher.
 
-    Output is written line by line, so that lines of several ranks keep their order. Errors go to the folder
-    `errors` if the launcher does not name a file for them. Cores are those of each local rank
-    between slashes, such as 0,1/2,3.
+    Output is written line by line, so that lines of several ranks keep their order. Errors go to
+    the folder `errors` if the launcher does not name a file for them. Cores are those of each local
+    rank between slashes, such as 0,1/2,3.
     """
     how = "module" if spec.module else "program" if spec.executable else "script"
     given = [f"--errors={errors}"] if errors else []

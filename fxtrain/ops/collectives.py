@@ -50,8 +50,8 @@ _MAX_COMBINED_BYTES = 8 << 10  # of the tensors of a reduction that many ranks c
 PIECE_BYTES = 256 << 20
 # torch 2.13 renamed these functions, and warns about the older names. NCCL receives a list of
 # tensors in a buffer of its own, and copies them from there, so the first takes one tensor.
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # How a library combines the ranks, and how their rows are combined here.
 _OPS: dict[str, tuple[Any, Callable[[Tensor, int], Tensor]]] = {
     "mean": (dist.ReduceOp.SUM, torch.sum),
@@ -356,7 +356,7 @@ def gather_piece(piece: list[Tensor], ranks: int, group: Any) -> Tensor:
     if flat.is_cpu:
         dist.all_gather(list(_octets(rows.view(-1)).view(ranks, -1)), _octets(flat), group=group)
     else:
-        _gather_into(_octets(rows.view(-1)), _octets(flat), group=group)
+        gather_into(_octets(rows.view(-1)), _octets(flat), group=group)
     return rows
 
 
@@ -408,9 +408,9 @@ class _Gathered(torch.autograd.Function):
         sent, received = _as_real(grad).reshape(-1), _as_real(local).view(-1)
         with rank_loss_guard(ctx, ("gather", "grad=True"), ("gather", "its backward")):
             if grad.is_cpu:
-                _reduce_scatter(received, sent, group=ctx.comm.control)
+                reduce_scatter(received, sent, group=ctx.comm.control)
             else:
-                run_on_device_group(ctx, lambda group: _reduce_scatter(received, sent, group=group))
+                run_on_device_group(ctx, lambda group: reduce_scatter(received, sent, group=group))
         return local, None
 
 

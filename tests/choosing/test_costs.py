@@ -54,11 +54,43 @@ def test_a_dtype_has_its_rate_and_an_unknown_one_the_lowest():
         assert step_cost(run, fx.Plan(), DEVICE).seconds == seconds
 
 
-def test_attention_and_convolutions_have_efficiencies_of_their_own():
-    device = attrs.evolve(DEVICE, attention_efficiency=0.5, convolution_efficiency=0.25)
-    for name, seconds in (("mm", 1), ("_flash_attention", 2), ("convolution_backward", 4)):
-        run = _run(attrs.evolve(_operator(flops=10**12), name=name))
-        assert step_cost(run, fx.Plan(), device).seconds == seconds
+def test_attention_and_convolutions_have_rates_of_their_own():
+    device = attrs.evolve(
+        DEVICE, attention_flops={"fp32": 5e11, "bf16": 1e12}, convolution_flops={"fp32": 2.5e11}
+    )
+    names = {"mm": (1, 0.5), "_flash_attention": (2, 1), "convolution_backward": (4, 4)}
+    for name, times in names.items():
+        for dtype, seconds in zip(("fp32", "bf16"), times, strict=True):
+            run = _run(attrs.evolve(_operator(flops=10**12, dtype=dtype), name=name))
+            assert step_cost(run, fx.Plan(), device).seconds == seconds
+            assert step_cost(run, fx.Plan(), DEVICE).seconds == names["mm"][dtype == "bf16"]
+
+
+def test_kinds_of_collectives_have_shares_of_the_bandwidth():
+    device = attrs.evolve(ZERO, collective_efficiency={"all_gather": 0.5, "all_to_all": 0.25})
+    for kind, seconds in (("all_reduce", 2 * 3 / 4), ("all_gather", 6), ("all_to_all", 3)):
+        got = collective_s(_traffic(kind, 10**8), _run(), device)
+        assert got == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("plan", "axis", "hooks"),
+    [
+        (fx.Plan(), "replicate", 0),  # those of DDP have none
+        (SHARDED, "replicate", 9),
+        (fx.Plan(strategy=fx.FSDP(mode="none", tensor=fx.TP())), "tensor", 9),
+    ],
+)
+def test_collectives_that_python_starts_have_hooks(plan, axis, hooks):
+    mesh = fx.Mesh(replicate=1, tensor=4) if axis == "tensor" else fx.Mesh(replicate=4)
+    step = [_traffic(kind, 0, axis=axis, count=3) for kind in ("all_gather", "reduce_scatter")]
+    step += [_traffic(kind, 0, axis=axis) for kind in ("all_reduce", "broadcast", "send", "recv")]
+    run = _run(step=tuple(step), mesh=mesh)
+    on_cpu = attrs.evolve(ZERO, type="cpu", hook_s=1.0)
+    assert step_cost(run, plan, on_cpu).launch_s == hooks
+    busy = [_operator(flops=10**12 * hooks, phase=phase) for phase in ("forward", "backward")]
+    on_gpu = attrs.evolve(on_cpu, type="gpu")
+    assert step_cost(_run(*busy, step=tuple(step), mesh=mesh), plan, on_gpu).launch_s == 0
 
 
 def test_launches_hide_behind_operators_of_a_gpu_and_add_to_those_of_a_cpu():

@@ -1,6 +1,7 @@
 """`fxtrain env --measure`: what it measures, and the file that it writes."""
 
 import json
+from itertools import chain
 
 import attrs
 import pytest
@@ -22,24 +23,26 @@ def _measured(ctx, mesh):
 
 def _figures(device):
     rates = {field.name: getattr(device, field.name) for field in attrs.fields(Device)}
-    flops = rates.pop("flops")
+    tables = ("flops", "attention_flops", "convolution_flops", "collective_efficiency")
     names = (
-        "attention_efficiency",
-        "convolution_efficiency",
         "memory",
         "memory_bandwidth",
         "launch_s",
         "link_bandwidth",
         "link_latency_s",
     )
-    return [*flops.values(), *(rates[name] for name in names)]
+    by_name = [rates[table].values() for table in tables]
+    return [*chain(*by_name), *(rates[name] for name in names)]
 
 
 def test_ranks_agree_on_figures_that_are_all_measured(pair):
     (device, done), (other, _) = pair.run(_measured, None)
     assert device == other and device.type == "cpu" and device.ranks_per_node == 2
     assert set(device.flops) == {"fp32", "bf16", "fp16"}
+    assert set(device.attention_flops) == set(device.convolution_flops) == {"fp32", "bf16"}
+    assert set(device.collective_efficiency) >= {"all_gather", "reduce_scatter", "all_to_all"}
     assert all(figure > 0 for figure in _figures(device)) and 0 <= device.overlap <= 1
+    assert device.hook_s >= 0
     assert (device.node_bandwidth, device.node_latency_s) == (
         device.link_bandwidth,
         device.link_latency_s,
@@ -48,10 +51,10 @@ def test_ranks_agree_on_figures_that_are_all_measured(pair):
     names = [name for name, _, _ in done]
     assert names == [
         "fp32", "bf16", "fp16", "attention", "convolutions", "memory", "launches", "replicate",
-        "overlap", "",
+        "collectives", "hooks", "overlap", "",
     ]  # fmt: skip
-    assert [number for _, number, _ in done] == [*range(10)]
-    assert {count for _, _, count in done} == {9}
+    assert [number for _, number, _ in done] == [*range(12)]
+    assert {count for _, _, count in done} == {11}
 
 
 def test_each_axis_of_a_mesh_is_measured(clusters):
@@ -65,7 +68,8 @@ def test_one_rank_has_no_links_to_measure(clusters):
     assert [name for name, _, _ in done][3:] == [
         "attention", "convolutions", "memory", "launches", "",
     ]  # fmt: skip
-    assert device.overlap == 0 and device.link_bandwidth > 0
+    assert device.overlap == device.hook_s == 0 and device.link_bandwidth > 0
+    assert not device.collective_efficiency
 
 
 @pytest.mark.parametrize(
