@@ -84,11 +84,14 @@ def _measure(path: Path, file: str, ranks: int | None) -> int:
 def _figures(device: Device) -> list[tuple[str, float]]:
     """The measured figures in the units of data sheets."""
     return [
-        *((f"{dtype} products, TFLOP/s", rate / 1e12) for dtype, rate in device.flops.items()),
-        *((f"{dtype} attention", rate / 1e12) for dtype, rate in device.attention_flops.items()),
         *(
-            (f"{dtype} convolutions", rate / 1e12)
-            for dtype, rate in device.convolution_flops.items()
+            (f"{dtype} {name}, TFLOP/s", rate / 1e12)
+            for name, rates in (
+                ("products", device.flops),
+                ("attention", device.attention_flops),
+                ("convolutions", device.convolution_flops),
+            )
+            for dtype, rate in rates.items()
         ),
         ("memory, GB/s", device.memory_bandwidth / 1e9),
         ("launch, us", device.launch_s * 1e6),

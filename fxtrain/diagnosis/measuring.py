@@ -218,7 +218,8 @@ def collective_shares(ctx: DistContext, each_s: float = _EACH_S) -> dict[str, fl
             took.append(median_s(partial(call, group=group), ctx, each_s / 4))
         # An all-reduce sends as much twice.
         rates[kind] = (1 + (kind == "all_reduce")) / max(took[1] - took[0], 1e-9)
-    return {kind: rate / rates["all_reduce"] for kind, rate in rates.items()}
+    all_reduce = rates.pop("all_reduce")
+    return {kind: rate / all_reduce for kind, rate in rates.items()}
 
 
 def hook_s(ctx: DistContext, each_s: float = _EACH_S) -> float:
