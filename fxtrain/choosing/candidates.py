@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain.backends.wrapping import problems_of
+from fxtrain.backends.wrapping import problems_of, unwrap
 from fxtrain.ops.block_names import block_names
 from fxtrain.state import (
     DDP,
@@ -68,7 +68,7 @@ def survey(model: Wrapped, question: Question) -> dict[str, Any]:
     """What decides which plans a model allows, as plain data.
 
     Args:
-        model: As one rank wraps it.
+        model: As one rank wraps it. It is unwrapped.
         question: What is asked.
 
     Returns:
@@ -93,7 +93,8 @@ def survey(model: Wrapped, question: Question) -> dict[str, Any]:
         "update": question.rows or size * plan.accumulate * each,
     }
     found = enumerate(lanes(question, about))
-    refused = {str(n): _refusal(question, lane, model.module) for n, lane in found}
+    module = unwrap(model)  # whose layers are those that `fx.wrap` is given
+    refused = {str(n): _refusal(question, lane, module) for n, lane in found}
     return {**about, "refused": {n: problem for n, problem in refused.items() if problem}}
 
 

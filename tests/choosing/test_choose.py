@@ -51,6 +51,18 @@ def test_a_small_gpt_on_eight_ranks(tmp_path, capfd):
 
 @DRY_DDP
 @pytest.mark.slow
+def test_layers_that_the_first_dry_run_converted_are_those_of_the_model():
+    pytest.importorskip("torchao")
+    choice = fx.tuning.choose(
+        train_gpt, world=2, device="H100", rows=32, plan=fx.Plan(precision="fp8"), processes=1,
+        minutes=60.0,
+    )  # fmt: skip
+    assert choice.tried and choice.plan.precision.compute == "fp8"
+    assert not any("skips every linear layer" in text for text, _ in choice.dropped)
+
+
+@DRY_DDP
+@pytest.mark.slow
 def test_a_search_that_has_no_time_says_so():
     with raises_code("FX200", "0.0001 minutes"):
         fx.tuning.choose(train_gpt, world=8, device="H100", rows=256, minutes=1e-4, processes=2)
