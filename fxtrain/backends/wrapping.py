@@ -30,7 +30,7 @@ from fxtrain.ops.logs import log
 from fxtrain.ops.micro_batches import uses_cuda_graphs
 from fxtrain.ops.optimizer_settings import plain_settings, settings_of
 from fxtrain.ops.plan_agreement import agree_on_plan, plan_for
-from fxtrain.ops.standing import Windows
+from fxtrain.ops.standing import Windows, wrapped_models
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import (
     DistContext,
@@ -149,9 +149,16 @@ def wrap(
 
     _compare_options(ctx, plan, wrapped, undo)
     wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=hide, dtypes=dtypes)
+    _register(ctx, model, wrapped)
+    return wrapped
+
+
+def _register(ctx: DistContext, model: nn.Module, wrapped: Wrapped) -> None:
+    """Make a model known to later calls, to the records of where ranks stand, and to a dry run."""
     ctx.comm.slot(_WrappedModules)[model] = weakref.ref(wrapped)
     ctx.comm.slot(Windows).add(wrapped.window)
-    return wrapped
+    if (models := wrapped_models.get()) is not None:
+        models.append(weakref.ref(wrapped))
 
 
 def _unchanged(*_: Any, **__: Any) -> AbstractContextManager[None]:

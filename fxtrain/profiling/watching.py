@@ -4,7 +4,6 @@ Tests record real tensors in the same way, to compare a dry run with a real one.
 """
 
 import functools
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fxtrain.ops.standing import wrapped_models
 from fxtrain.precision.quantizing import live_tensors
 from fxtrain.profiling.fake_tensors import FakeValuesMode, leaves_of
 from fxtrain.profiling.operators import Call, Phase, operator_call
@@ -242,6 +242,7 @@ def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorde
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)
+        stack.callback(wrapped_models.reset, wrapped_models.set([]))
         # FSDP2 frees gathered parameters this way; torch's memory tracker also hooks it.
         stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
@@ -250,12 +251,10 @@ def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorde
 
 
 def _holder(optimizer: Optimizer) -> Wrapped | None:
-    """The wrapped model of an optimizer, wherever the script keeps it."""
-    # A recorded program has contexts of its own, so nothing else leads from here to its models.
-    for referrer in gc.get_referrers(*gc.get_referrers(optimizer)):  # noqa: TID251
-        if type(referrer) is Wrapped and any(each is optimizer for each in referrer.optimizers):
-            return referrer
-    return None
+    """The wrapped model of an optimizer."""
+    models = [each() for each in wrapped_models.get() or ()]
+    own = (model for model in models if model is not None)
+    return next((model for model in own if any(o is optimizer for o in model.optimizers)), None)
 
 
 _ACTIVATIONS, _OTHER = PARTS.index("activations"), PARTS.index("other")
