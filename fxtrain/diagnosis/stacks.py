@@ -350,10 +350,11 @@ def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
         stands = read_stands(folder)
     silent = [stand.record for stand in stands if stand.record["asked"] != asked]
     silent = [record for record in silent if _is_here(record)]
-    told = [record for record in silent if record["signal"]]
-    for record in told:
+    signaled = [record for record in silent if record["signal"]]
+    for record in signaled:
         os.kill(record["pid"], signal.SIGUSR2)
-    wait_for_stacks([record_path(folder, record["rank"]) for record in told], asked, patience_s)
+    paths = [record_path(folder, record["rank"]) for record in signaled]
+    wait_for_stacks(paths, asked, patience_s)
     for record in silent:
         path = record_path(folder, record["rank"])
         if path.with_suffix(".stacks").stat().st_mtime < asked:
