@@ -251,6 +251,8 @@ def duplicate(ctx: DistContext) -> DistContext:
             store.set(f"{key}/{arrived}", "")
         last = -(-arrived // ctx.world_size) * ctx.world_size
         store.wait([f"{key}/{last}"], wait)
+        # gloo connects with the first message, and waits five timeouts for a rank that has ended.
+        connect_ranks(group, ctx.rank, ctx.world_size, wait)
     copy = attrs.evolve(
         comm, group=group, control=group, name=name, close=Comm().close, state=fresh
     )

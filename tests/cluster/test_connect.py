@@ -310,6 +310,19 @@ def test_a_rank_that_skips_a_duplicate_is_named(pair):
     pair.close()  # torch counts groups, and one rank has opened fewer
 
 
+def _ends_after_the_duplicate(ctx):
+    copy = ops.duplicate(ctx)
+    if ctx.rank == 1:
+        os._exit(9)
+    ops.reduce(1, copy)
+
+
+def test_a_rank_that_ends_after_a_duplicate_is_noticed(pair):
+    """At once, since the ranks have connected; gloo would wait five timeouts to connect."""
+    first, _ = pair.outcomes(_ends_after_the_duplicate)
+    assert isinstance(first, fx.CollectiveError), first
+
+
 def _join(port, rank, timeout_s, *, served=False):
     """What a rank of three says."""
     variables = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if served else {}
