@@ -103,6 +103,13 @@ def test_what_does_not_fit_is_one_sentence(mistake):
     assert "\n" not in str(caught.value)
 
 
+def test_deepspeeds_runner_takes_no_python_in_a_folder_with_a_space():
+    spec = LaunchSpec(target="train.py", launcher="deepspeed", options=HOSTED)
+    machine = attrs.evolve(HERE, python="/my envs/train/bin/python")
+    with pytest.raises(LaunchError, match="cannot contain spaces, as '/my envs/train/bin/python'"):
+        prepare(spec, machine)
+
+
 def test_no_message_shows_a_variable():
     with raises_code("FX700", "NAME=VALUE", "'TOKEN'") as caught:
         spec_of(env=[f"OTHER={VALUE}", "TOKEN"])

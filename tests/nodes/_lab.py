@@ -8,6 +8,7 @@ with the process that made the lab, however that one ends; its files go a second
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -472,7 +473,8 @@ class Lab:
             for file, text in ((f"{name}.hosts", ""), (f"{name}.name", name), ("resolv", "")):
                 (self.folder / file).write_text(text)
             mounts = _MOUNTS.format(name=name, folder=self.folder)
-            init = self._first_process(name, mounts, f"{sys.executable} -I -c '{_INIT}'")
+            program = shlex.join((sys.executable, "-I", "-c", _INIT))
+            init = self._first_process(name, mounts, program)
             node = Node(lab=self, number=number, init=init)
             self.nodes.append(node)
             node.run("ip", "link", "set", "lo", "up")

@@ -26,9 +26,10 @@ def remote_shells(lab: Any) -> Iterator[str]:
     """Serve the programs; the folder in which nodes find them."""
     folder = lab.folder / "bin"
     folder.mkdir(exist_ok=True)
+    program = shlex.join((sys.executable, "-I", "-S", __file__))
     for name in ("ssh", "pdsh"):
         path = folder / name
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {__file__} "$0" "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {program} "$0" "$@"\n')
         path.chmod(0o755)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(str(folder / "door"))

@@ -5,6 +5,7 @@ import json
 import shlex
 from typing import Literal
 
+from fxtrain._record import shown
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.launcher import ERRORS, RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
@@ -83,6 +84,12 @@ def _by_runner(spec: LaunchSpec, machine: Machine) -> Invocation:
         raise LaunchError(
             f"With runner={options.runner}, ranks connect to main_address. Set it to the name of "
             f"the first machine."
+        )
+    if options.runner == "pdsh" and " " in machine.python:
+        raise LaunchError(
+            f"DeepSpeed's runner names Python to the shells of the machines without quotes, so its "
+            f"path cannot contain spaces, as {shown(machine.python)} does. Install fxtrain in a "
+            f"folder without spaces, or use another launcher."
         )
     port = spec.main_port or _PORT
     arguments = {
