@@ -41,7 +41,8 @@ def test_time_is_conserved(setup, interval, work, seed):
         assert run.total_s == pytest.approx(work + run.checkpoint_s)
         assert run.lost_s == run.restart_s == run.waiting_s == 0
     else:
-        assert run.waiting_s <= run.failures * setup.repair_s * (1 + 1e-9)
-        assert run.restart_s <= run.failures * setup.restart_s * (1 + 1e-9)
+        rounding = 1e-9 * run.total_s  # of differences of a clock that shows the total
+        assert run.waiting_s <= run.failures * setup.repair_s + rounding
+        assert run.restart_s <= run.failures * setup.restart_s + rounding
         longest = min(interval, work) + setup.checkpoint_s
-        assert run.lost_s <= run.failures * longest * (1 + 1e-9)
+        assert run.lost_s <= run.failures * longest + rounding

@@ -93,7 +93,9 @@ def _poisoned_loss(poisons, step):
 
 
 def _hooked(model, rank, poisons):
-    parameters = list(model.module.parameters())
+    # A stage has all parameters outside of blocks, of which these have gradients on one stage only.
+    named = model.module.named_parameters()
+    parameters = [parameter for name, parameter in named if name not in ("gain", "position")]
     for poison in poisons:
         if poison.kind == "gradient" and poison.rank == rank:
             last = poison.at // model.plan.accumulate * model.plan.accumulate
