@@ -93,9 +93,9 @@ def _poisoned_loss(poisons, step):
 
 
 def _hooked(model, rank, poisons):
-    # A stage has all parameters outside of blocks, of which these have gradients on one stage only.
-    named = model.module.named_parameters()
-    parameters = [parameter for name, parameter in named if name not in ("gain", "position")]
+    # A stage has all parameters outside of blocks, also those that only the other stage uses.
+    unused = ("gain", "position")[rank] if isinstance(model.plan.strategy, fx.PP) else ""
+    parameters = [one for name, one in model.module.named_parameters() if name != unused]
     for poison in poisons:
         if poison.kind == "gradient" and poison.rank == rank:
             last = poison.at // model.plan.accumulate * model.plan.accumulate

@@ -1,6 +1,7 @@
 """The time of a step, from the operators and collectives of a dry run: plain formulas."""
 
 import math
+from collections.abc import Mapping
 
 import attrs
 
@@ -11,7 +12,6 @@ from fxtrain.state.registry import strategy_of
 
 _DATA = {"replicate", "shard", "context"}
 _OVERLAPPED = {"all_gather", "reduce_scatter", "all_reduce"}
-_PASSES = ("forward", "backward")
 # torch.compile fuses elementwise operators. An assumption: a fused one reads and writes half as
 # much, with half as many launches.
 _FUSED = 0.5
@@ -89,8 +89,9 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
         # On a GPU, an optimizer updates many tensors with one launch.
         if operator.phase != "update" or device.type == "cpu":
             launches[operator.phase] += scale * device.launch_s
-    for phase in _PASSES:
-        launches[phase] += device.hook_s * _count_hooks(run, plan) / len(_PASSES)
+    hooks_s = device.hook_s * _count_hooks(run, plan)
+    for phase in ("forward", "backward"):
+        launches[phase] += hooks_s / 2
     launch = 0.0
     for phase, busy_s in phases.items():
         more = launches[phase] if device.type == "cpu" else max(0.0, launches[phase] - busy_s)
@@ -113,13 +114,12 @@ def step_cost(run: DryRun, plan: Plan, device: Device) -> StepCost:
 
 def _roofline(operator: Operator, device: Device, *, on_host: bool) -> tuple[float, float]:
     """Seconds of one call by its FLOPs, and by its bytes."""
-    rates, efficiency = device.flops, device.efficiency
-    for name, own in (
-        ("attention", device.attention_flops),
-        ("convolution", device.convolution_flops),
-    ):
-        if own and name in operator.name:
-            rates, efficiency = own, 1.0
+    own: Mapping[str, float] = {}
+    if "attention" in operator.name:
+        own = device.attention_flops
+    elif "convolution" in operator.name:
+        own = device.convolution_flops
+    rates, efficiency = (own, 1.0) if own else (device.flops, device.efficiency)
     bandwidth = device.host_bandwidth if on_host else device.memory_bandwidth
     return (
         operator.flops / (rates.get(operator.dtype, min(rates.values())) * efficiency),
@@ -129,8 +129,7 @@ def _roofline(operator: Operator, device: Device, *, on_host: bool) -> tuple[flo
 
 def _count_hooks(run: DryRun, plan: Plan) -> int:
     """How many collectives Python starts within the passes: those of DDP are not among them."""
-    gathers = "forward" in strategy_of(plan.strategy).overlapped(plan)
-    own = [row for row in run.step if gathers or not _is_of_data(row, run, plan)]
+    own = [row for row in run.step if _gathers(plan) or not _is_of_data(row, run, plan)]
     return sum(row.count for row in own if row.kind != "recv")
 
 
@@ -141,7 +140,7 @@ def _links(
     passes = strategy_of(plan.strategy).overlapped(plan)
     window = sum(phases[name] for name in passes)
     # Gradients that are reduced bucket by bucket travel in the last micro-batch only.
-    window /= 1 if "forward" in passes or plan.sync_each else plan.accumulate
+    window /= 1 if _gathers(plan) or plan.sync_each else plan.accumulate
     total = first = exposed = 0.0
     for row in run.step:
         seconds = row.count * collective_s(row, run, device)
@@ -154,11 +153,16 @@ def _links(
     return first + max(0.0, total - first - device.overlap * window), exposed
 
 
+def _gathers(plan: Plan) -> bool:
+    """Whether data ranks exchange parameters in forward, and not only gradients."""
+    return "forward" in strategy_of(plan.strategy).overlapped(plan)
+
+
 def _is_of_data(row: Traffic, run: DryRun, plan: Plan) -> bool:
     """Whether a collective is one of parameters or gradients over data ranks."""
     axes = set(_axes(row, run.mesh))
     if not axes:  # hybrid sharding may have a mesh of its own
-        return "forward" in strategy_of(plan.strategy).overlapped(plan)
+        return _gathers(plan)
     return axes <= _DATA and axes != {"context"}
 
 
